@@ -1,0 +1,1 @@
+"""The causal engine: facts in, causes out. Pure: no I/O, no clock."""

@@ -1,0 +1,377 @@
+"""Event <-> OTLP, both ways, one file. The schema is documented in docs/wire.md.
+
+Encoding builds the three OTLP export requests from our Events (identity belongs in the resource).
+Decoding turns any OTLP request, ours or foreign, into columns ready for the store: a dict of
+equally long lists per table (``SPAN_COLUMNS``, ``POINT_COLUMNS``, ``LOG_COLUMNS``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.metrics.v1.metrics_pb2 import NumberDataPoint
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+
+from lanterne import limits
+from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, AttributeValue, Event, Identity, Kind
+
+SCOPE = "lanterne"
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
+
+# resource attributes
+JOB, ATTEMPT, RANK = "lanterne.job", "lanterne.attempt", "lanterne.rank"
+LOCAL_RANK, WORLD_SIZE, BACKEND = "lanterne.local_rank", "lanterne.world_size", "lanterne.backend"
+DEVICE, MESH = "lanterne.device", "lanterne.mesh."
+SERVICE, HOST, PID = "service.name", "host.name", "process.pid"
+
+# record attributes: the hot ones become typed columns
+STEP, SEQUENCE, LAMPORT, MONOTONIC = "lanterne.step", "lanterne.sequence", "lanterne.lamport", "lanterne.monotonic_ns"
+NAME, GROUP, GROUP_SEQUENCE = "lanterne.name", "lanterne.group", "lanterne.group_sequence"
+BYTES, DTYPE, LABEL, UNIT = "lanterne.bytes", "lanterne.dtype", "lanterne.label", "lanterne.unit"
+EVENT_NAME = "event.name"
+
+UNITS: Mapping[str, str] = {
+    "training.loss": "1",
+    "training.grad_norm": "1",
+    "training.grad_norm_local": "1",
+    "training.grad_nonfinite": "{element}",
+    "training.loss_spikeness": "1",
+    "training.lr": "1",
+    "training.lr_planned": "1",
+    "training.lr_drift": "1",
+    "training.loss_scale": "1",
+    "training.update_ratio": "1",
+    "training.throughput": "{sample}/s",
+    "training.tokens": "{token}",
+    "training.samples": "{sample}",
+    "training.parameter_checksum": "1",
+    "process.memory.usage": "By",
+    "process.cpu.time": "s",
+    "process.gc.time": "s",
+    "container.memory.usage": "By",
+    "hw.gpu.memory.usage": "By",
+    "hw.gpu.memory.reserved": "By",
+    "hw.gpu.utilization": "1",
+    "hw.gpu.clock": "MHz",
+    "hw.gpu.throttle": "1",
+    "hw.temperature": "Cel",
+    "hw.power": "W",
+    "hw.errors": "{error}",
+    "system.cpu.utilization": "1",
+    "system.cpu.steal": "1",
+    "system.cpu.runqueue": "{process}",
+    "system.network.io": "By",
+    "system.network.retransmits": "{packet}",
+    "system.disk.io_time": "s",
+    "system.shm.usage": "By",
+}
+"""Metric name -> UCUM unit. Other names may be logged by users; their unit is empty."""
+
+SPAN_COLUMNS = (
+    "job", "attempt", "rank", "sequence", "lamport", "kind", "name", "step", "start_ns", "end_ns", "monotonic_ns",
+    "group_name", "group_sequence", "bytes", "dtype", "host", "service", "trace_id", "span_id", "attributes",
+)  # fmt: skip
+POINT_COLUMNS = (
+    "job", "attempt", "rank", "sequence", "lamport", "name", "step", "time_ns", "monotonic_ns", "value", "unit",
+    "label", "host", "service", "attributes",
+)  # fmt: skip
+LOG_COLUMNS = (
+    "job", "attempt", "rank", "sequence", "lamport", "name", "step", "time_ns", "monotonic_ns", "severity", "body",
+    "host", "service", "attributes",
+)  # fmt: skip
+
+
+# --- encoding ------------------------------------------------------------------------------------
+
+
+def resource_attributes(identity: Identity) -> dict[str, AttributeValue]:
+    """Identity as OTLP resource attributes (empty values left out)."""
+    plain: dict[str, AttributeValue] = {
+        SERVICE: identity.service_name,
+        HOST: identity.host,
+        PID: identity.pid,
+        JOB: identity.job,
+        ATTEMPT: identity.attempt,
+        RANK: identity.rank,
+        LOCAL_RANK: identity.local_rank,
+        WORLD_SIZE: identity.world_size,
+        BACKEND: identity.backend,
+        DEVICE: identity.device,
+        **{MESH + axis: n for axis, n in identity.mesh.items()},
+        **identity.extra,
+    }
+    return {k: v for k, v in plain.items() if v != ""}
+
+
+def _any(value: AttributeValue) -> AnyValue:
+    if isinstance(value, bool):
+        return AnyValue(bool_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value)
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    return AnyValue(string_value=str(value))
+
+
+def _put(target: Any, attributes: Mapping[str, AttributeValue]) -> None:
+    target.extend(KeyValue(key=k, value=_any(v)) for k, v in attributes.items())
+
+
+def _stamp(event: Event) -> dict[str, AttributeValue]:
+    stamp: dict[str, AttributeValue] = {
+        SEQUENCE: event.sequence,
+        LAMPORT: event.lamport,
+        MONOTONIC: event.monotonic_ns,
+    }
+    if event.step != NO_STEP:
+        stamp[STEP] = event.step
+    return stamp
+
+
+def trace_id(job: str, attempt: int, step: int) -> bytes:
+    """16 bytes shared by all ranks of one step, so that a trace viewer shows the step across ranks."""
+    return hashlib.blake2b(f"{job}/{attempt}/{step}".encode(), digest_size=16).digest()
+
+
+def span_id(rank: int, sequence: int) -> bytes:
+    """8 bytes, unique within a trace: rank and sequence."""
+    return struct.pack(">iI", rank, sequence & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The three OTLP requests of one batch of one rank; a field is None where it would be empty."""
+
+    traces: ExportTraceServiceRequest | None
+    metrics: ExportMetricsServiceRequest | None
+    logs: ExportLogsServiceRequest | None
+
+
+def encode(identity: Identity, events: Iterable[Event]) -> Encoded:
+    """Encode one rank's events. Metrics are grouped by name; order within a signal is kept."""
+    resource = Resource()
+    _put(resource.attributes, resource_attributes(identity))
+    traces, metrics, logs = ExportTraceServiceRequest(), ExportMetricsServiceRequest(), ExportLogsServiceRequest()
+    spans = traces.resource_spans.add(resource=resource, schema_url=SCHEMA_URL).scope_spans.add()
+    series = metrics.resource_metrics.add(resource=resource, schema_url=SCHEMA_URL).scope_metrics.add()
+    records = logs.resource_logs.add(resource=resource, schema_url=SCHEMA_URL).scope_logs.add()
+    for part in (spans, series, records):
+        part.scope.name = SCOPE
+    by_name: dict[str, Any] = {}
+    for event in events:
+        if event.kind is Kind.METRIC:
+            gauge = by_name.get(event.name)
+            if gauge is None:
+                metric = series.metrics.add(name=event.name, unit=UNITS.get(event.name, ""))
+                gauge = by_name[event.name] = metric.gauge
+            point = gauge.data_points.add(time_unix_nano=event.unix_ns, as_double=event.value or 0.0)
+            _put(point.attributes, {**_stamp(event), **event.attributes})
+        elif event.kind is Kind.EVENT:
+            record = records.log_records.add(
+                time_unix_nano=event.unix_ns, observed_time_unix_nano=event.unix_ns, severity_number=9
+            )
+            record.event_name = event.name
+            record.body.string_value = event.body
+            _put(record.attributes, {EVENT_NAME: event.name, **_stamp(event), **event.attributes})
+        else:
+            span = spans.spans.add(
+                name=event.kind.value,
+                trace_id=trace_id(identity.job, identity.attempt, event.step),
+                span_id=span_id(identity.rank, event.sequence),
+                start_time_unix_nano=event.unix_ns,
+                end_time_unix_nano=event.unix_ns + event.duration_ns,
+            )
+            _put(span.attributes, {NAME: event.name, **_stamp(event), **event.attributes})
+    return Encoded(
+        traces=traces if spans.spans else None,
+        metrics=metrics if by_name else None,
+        logs=logs if records.log_records else None,
+    )
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+_TYPED = frozenset(
+    {STEP, SEQUENCE, LAMPORT, MONOTONIC, NAME, GROUP, GROUP_SEQUENCE, BYTES, DTYPE, LABEL, EVENT_NAME}
+)
+
+
+def plain(value: AnyValue, depth: int = 0) -> Any:
+    """An OTLP AnyValue as Python; deeper than ``limits.NESTING_MAX`` becomes the text ``…``."""
+    which = value.WhichOneof("value")
+    if which is None:
+        return None
+    if which == "array_value":
+        if depth >= limits.NESTING_MAX:
+            return "…"
+        return [plain(v, depth + 1) for v in value.array_value.values]
+    if which == "kvlist_value":
+        if depth >= limits.NESTING_MAX:
+            return "…"
+        return {kv.key: plain(kv.value, depth + 1) for kv in value.kvlist_value.values}
+    if which == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, which)
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    return {kv.key: plain(kv.value) for kv in pairs}
+
+
+def identity_of(attributes: Mapping[str, Any]) -> Identity:
+    """Identity from resource attributes; a foreign source gets its service name as job and no rank."""
+
+    def number(key: str, default: int) -> int:
+        value = attributes.get(key, default)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+    service = str(attributes.get(SERVICE, "unknown_service"))
+    return Identity(
+        job=str(attributes.get(JOB, service)),
+        attempt=number(ATTEMPT, 0),
+        rank=number(RANK, NO_RANK),
+        local_rank=number(LOCAL_RANK, NO_RANK),
+        world_size=number(WORLD_SIZE, 0),
+        host=str(attributes.get(HOST, "")),
+        pid=number(PID, 0),
+        backend=str(attributes.get(BACKEND, "")),
+        service_name=service,
+        device=str(attributes.get(DEVICE, "")),
+        mesh={axis: number(MESH + axis, 0) for axis in MESH_AXES if MESH + axis in attributes},
+    )
+
+
+Columns = dict[str, list[Any]]
+
+
+def empty(names: Iterable[str]) -> Columns:
+    """Columns of a table with no rows."""
+    return {name: [] for name in names}
+
+
+def _text(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _append(columns: Columns, row: Mapping[str, Any]) -> None:
+    for name, column in columns.items():
+        column.append(row[name])
+
+
+def _common(identity: Identity, found: Mapping[str, Any], resource: Mapping[str, Any]) -> dict[str, Any]:
+    foreign = JOB not in resource
+    rest = {k: _text(v) for k, v in found.items() if k not in _TYPED and v is not None}
+    if foreign:
+        rest |= {f"resource.{k}": _text(v) for k, v in resource.items() if k not in {SERVICE, HOST}}
+    return {
+        "job": identity.job,
+        "attempt": identity.attempt,
+        "rank": identity.rank,
+        "sequence": found.get(SEQUENCE, -1),
+        "lamport": found.get(LAMPORT, -1),
+        "step": found.get(STEP, NO_STEP),
+        "monotonic_ns": found.get(MONOTONIC, 0),
+        "host": identity.host,
+        "service": identity.service_name,
+        "attributes": rest,
+    }
+
+
+def decode_traces(request: ExportTraceServiceRequest) -> Columns:
+    """Spans of a request, ours and foreign, as columns."""
+    columns = empty(SPAN_COLUMNS)
+    for block in request.resource_spans:
+        resource = _attributes(block.resource.attributes)
+        identity = identity_of(resource)
+        for scope in block.scope_spans:
+            for span in scope.spans:
+                found = _attributes(span.attributes)
+                row = _common(identity, found, resource) | {
+                    "kind": span.name,
+                    "name": str(found.get(NAME, span.name)),
+                    "start_ns": span.start_time_unix_nano,
+                    "end_ns": span.end_time_unix_nano,
+                    "group_name": str(found.get(GROUP, "")),
+                    "group_sequence": found.get(GROUP_SEQUENCE, -1),
+                    "bytes": found.get(BYTES, 0),
+                    "dtype": str(found.get(DTYPE, "")),
+                    "trace_id": span.trace_id,
+                    "span_id": span.span_id,
+                }
+                _append(columns, row)
+    return columns
+
+
+def _point_value(point: NumberDataPoint) -> float:
+    return float(point.as_int) if point.WhichOneof("value") == "as_int" else point.as_double
+
+
+def _points(metric: Any) -> Iterable[tuple[str, int, float, Any]]:
+    """(suffix, time_ns, value, attributes) of every number in a metric of any OTLP type."""
+    which = metric.WhichOneof("data")
+    if which in {"gauge", "sum"}:
+        for p in getattr(metric, which).data_points:
+            yield "", p.time_unix_nano, _point_value(p), p.attributes
+    elif which in {"histogram", "exponential_histogram", "summary"}:
+        for p in getattr(metric, which).data_points:
+            yield ".count", p.time_unix_nano, float(p.count), p.attributes
+            yield ".sum", p.time_unix_nano, float(p.sum), p.attributes
+            if which == "summary":
+                for q in p.quantile_values:
+                    yield f".p{q.quantile * 100:g}", p.time_unix_nano, q.value, p.attributes
+            else:
+                if p.HasField("min"):
+                    yield ".min", p.time_unix_nano, p.min, p.attributes
+                if p.HasField("max"):
+                    yield ".max", p.time_unix_nano, p.max, p.attributes
+
+
+def decode_metrics(request: ExportMetricsServiceRequest) -> Columns:
+    """Metric points as columns; a histogram gives ``.count``, ``.sum``, ``.min`` and ``.max`` points."""
+    columns = empty(POINT_COLUMNS)
+    for block in request.resource_metrics:
+        resource = _attributes(block.resource.attributes)
+        identity = identity_of(resource)
+        for scope in block.scope_metrics:
+            for metric in scope.metrics:
+                for suffix, time_ns, value, attributes in _points(metric):
+                    found = _attributes(attributes)
+                    row = _common(identity, found, resource) | {
+                        "name": metric.name + suffix,
+                        "time_ns": time_ns,
+                        "value": value,
+                        "unit": metric.unit,
+                        "label": str(found.get(LABEL, "")),
+                    }
+                    _append(columns, row)
+    return columns
+
+
+def decode_logs(request: ExportLogsServiceRequest) -> Columns:
+    """Log records and events as columns; a body that is not text is stored as JSON."""
+    columns = empty(LOG_COLUMNS)
+    for block in request.resource_logs:
+        resource = _attributes(block.resource.attributes)
+        identity = identity_of(resource)
+        for scope in block.scope_logs:
+            for record in scope.log_records:
+                found = _attributes(record.attributes)
+                body = plain(record.body)
+                row = _common(identity, found, resource) | {
+                    "name": str(record.event_name or found.get(EVENT_NAME, "")),
+                    "time_ns": record.time_unix_nano or record.observed_time_unix_nano,
+                    "severity": record.severity_number,
+                    "body": "" if body is None else _text(body),
+                }
+                _append(columns, row)
+    return columns
