@@ -199,9 +199,7 @@ def encode(identity: Identity, events: Iterable[Event]) -> Encoded:
 
 # --- decoding ------------------------------------------------------------------------------------
 
-_TYPED = frozenset(
-    {STEP, SEQUENCE, LAMPORT, MONOTONIC, NAME, GROUP, GROUP_SEQUENCE, BYTES, DTYPE, LABEL, EVENT_NAME}
-)
+_TYPED = frozenset({STEP, SEQUENCE, LAMPORT, MONOTONIC, NAME, GROUP, GROUP_SEQUENCE, BYTES, DTYPE, LABEL, EVENT_NAME})
 
 
 def plain(value: AnyValue, depth: int = 0) -> Any:

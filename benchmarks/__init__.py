@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.NAME --json``; comparisons run side by side in one run."""

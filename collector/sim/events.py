@@ -1,0 +1,140 @@
+"""A simulated job as the Events that its ranks would have sent, in their own clocks, ready for ring or wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lanterne import wire
+from lanterne.collector.sim.model import Job
+from lanterne.nouns import AttributeValue, Event, Identity, Kind, Phase
+
+START_UNIX_NS = 1_760_000_000_000_000_000
+
+METRICS = {
+    "loss": "training.loss",
+    "grad_norm": "training.grad_norm",
+    "grad_norm_local": "training.grad_norm_local",
+    "grad_nonfinite": "training.grad_nonfinite",
+    "lr": "training.lr",
+    "lr_planned": "training.lr_planned",
+    "loss_scale": "training.loss_scale",
+    "tokens": "training.tokens",
+    "rss_bytes": "process.memory.usage",
+    "gpu_allocated_bytes": "hw.gpu.memory.usage",
+    "gpu_reserved_bytes": "hw.gpu.memory.reserved",
+    "gpu_clock_mhz": "hw.gpu.clock",
+    "gpu_temperature_c": "hw.temperature",
+    "gpu_throttle": "hw.gpu.throttle",
+    "gpu_power_w": "hw.power",
+    "host_cpu_percent": "system.cpu.utilization",
+    "host_runqueue": "system.cpu.runqueue",
+    "net_retries": "system.network.retransmits",
+    "parameter_checksum": "training.parameter_checksum",
+}
+"""Series of the simulator -> metric names of the wire. Host CPU goes out as a share (UCUM ``1``)."""
+
+PHASES = (
+    (Phase.DATA_WAIT, "data_wait_ms"),
+    (Phase.FORWARD, "forward_ms"),
+    (Phase.BACKWARD, "backward_ms"),
+    (Phase.OPTIMIZER, "optimizer_ms"),
+    (Phase.CHECKPOINT, "checkpoint_ms"),
+)
+
+
+class _Rank:
+    """Numbers the events of one rank in the order in which they are made."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.sequence, self.lamport = job, rank, 0, 0
+
+    def make(self, kind: Kind, name: str, true_ns: int, step: int, **rest: Any) -> Event:
+        own = int(self.job.own_clock_ns(self.rank, np.int64(true_ns)))
+        event = Event(
+            kind=kind, name=name, sequence=self.sequence, lamport=self.lamport, step=step,
+            unix_ns=START_UNIX_NS + own, monotonic_ns=own + 10**12, **rest,
+        )  # fmt: skip
+        self.sequence += 1
+        self.lamport += 1
+        return event
+
+
+def identity(job: Job, rank: int) -> Identity:
+    return Identity(
+        job=job.name, rank=rank, local_rank=rank % 8, world_size=job.ranks, host=job.host(rank), pid=10_000 + rank,
+        backend="nccl", device=f"cuda:{rank % 8}", mesh=job.mesh(rank), extra={"lanterne.switch": job.switch(rank)},
+    )  # fmt: skip
+
+
+def _phases(job: Job, me: _Rank, step: int, at: int) -> Iterator[Event]:
+    for phase, series in PHASES:
+        ms = float(job.series[series][step, me.rank])
+        if ms > 0:
+            yield me.make(Kind.PHASE, phase.value, at, step, duration_ns=int(ms * 1e6))
+            at += int(ms * 1e6)
+
+
+def _reductions(job: Job, me: _Rank, step: int) -> Iterator[Event]:
+    c = job.collectives
+    if c is None:
+        return
+    for b in range(c.entered_ns.shape[1]):
+        entered, completed = int(c.entered_ns[step, b, me.rank]), int(c.completed_ns[step, b, me.rank])
+        attributes: dict[str, AttributeValue] = {
+            wire.GROUP: c.names[int(c.group[me.rank])],
+            wire.GROUP_SEQUENCE: step * c.entered_ns.shape[1] + b,
+            wire.BYTES: c.bytes,
+            wire.DTYPE: "bfloat16",
+        }
+        yield me.make(
+            Kind.COLLECTIVE, "allreduce", entered, step, duration_ns=completed - entered, attributes=attributes
+        )
+
+
+def _numbers(job: Job, me: _Rank, step: int, at: int) -> Iterator[Event]:
+    for series, name in METRICS.items():
+        value = float(job.series[series][step, me.rank])
+        if series == "parameter_checksum" and np.isnan(value):
+            continue
+        scale = 0.01 if series == "host_cpu_percent" else 1.0
+        yield me.make(Kind.METRIC, name, at, step, value=value * scale)
+
+
+def to_events(job: Job) -> Iterator[tuple[Identity, int, list[Event]]]:
+    """Yield (identity, step, events) step by step, rank by rank; silent ranks are left out.
+
+    The Lamport counters of all members of a collective meet at its completion.
+    """
+    ranks = [_Rank(job, r) for r in range(job.ranks) if r not in job.silent]
+    who = {me.rank: identity(job, me.rank) for me in ranks}
+    happenings: dict[tuple[int, int], list[Any]] = {}
+    for h in job.happenings:
+        happenings.setdefault((h.step, h.rank), []).append(h)
+    steps = len(job.step_start_ns)
+    for step in range(steps):
+        batches: list[tuple[_Rank, list[Event]]] = []
+        for me in ranks:
+            begin = int(job.step_start_ns[step, me.rank])
+            length = int(job.series["step_ms"][step, me.rank] * 1e6)
+            batch = [*_phases(job, me, step, begin), *_reductions(job, me, step)]
+            batch += _numbers(job, me, step, begin + length)
+            batch += _events_of(happenings.pop((step, me.rank), []), me, begin + length)
+            batch.append(me.make(Kind.STEP, "step", begin, step, duration_ns=length))
+            batches.append((me, batch))
+        meet = max(me.lamport for me in ranks)
+        for me, batch in batches:
+            me.lamport = meet + 1
+            yield who[me.rank], step, batch
+    end = int(job.step_start_ns[-1].max()) if steps else 0
+    for (step, rank), left in sorted(happenings.items()):
+        me = next((m for m in ranks if m.rank == rank), None)
+        if me is not None:
+            yield who[rank], step, list(_events_of(left, me, end))
+
+
+def _events_of(happenings: list[Any], me: _Rank, at: int) -> Iterator[Event]:
+    for h in happenings:
+        yield me.make(Kind.EVENT, h.name, h.at_ns or at, h.step, attributes=h.attributes, body=h.body)
