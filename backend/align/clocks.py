@@ -1,0 +1,401 @@
+"""Clock offsets of all ranks as intervals, from two kinds of hard evidence.
+
+* A collective completes on no member before its last member has entered. With ``o`` the offset of a
+  clock (``job = own - o``), E the entry and C the completion in own time, and M the moment at which the
+  last member entered: ``E_j - o_j <= M <= C_i - o_i`` for all members. So M is bounded by the known
+  offsets, and each unknown offset by M: bounds are handed from member to member through the slots
+  (interval propagation, linear in the number of calls), across groups as well.
+* A ping/pong with the backend (t0 sent, t1 received, t2 answered, t3 back; t1, t2 on the server):
+  ``t0 - t1 <= o <= t3 - t2``. Where there is any, the server's clock is the job clock; else the clock of
+  the lowest rank's host is.
+
+Ranks of one host share one clock. Time is cut into windows, and into segments where a rank's wall clock
+jumped against its monotonic clock (NTP step, suspend). Bounds are carried between the windows of a
+segment and widened by the largest drift (``DRIFT_MAX_PPM``, a worst case for crystal oscillators; after a
+first pass by what the segment itself shows). Inside its interval the point is the one at which members
+leave their collectives together, which is how blocking collectives behave (research: clock sync for free).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lanterne.backend.align.frame import Floats, Frame, Ints
+from lanterne.backend.align.matching import Calls, completion_spread_ns
+from lanterne.nouns import ClockOffset
+
+DRIFT_MAX_PPM = 100.0
+DRIFT_RESIDUAL_PPM = 2.0
+WINDOW_NS = 1_000_000_000
+JUMP_NS = 500_000
+SAME_HOST_ERROR_NS = 1_000
+UNKNOWN_NS = float(1 << 60)
+PASSES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One clock exchange of a rank's host with the backend, ns; ``monotonic_ns`` 0 = not known."""
+
+    rank: int
+    t0_ns: int
+    t1_ns: int
+    t2_ns: int
+    t3_ns: int
+    monotonic_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """Offsets piecewise in time. Arrays [K] sorted by (unit, begin_ns); ``begin_ns`` is the unit's own Unix ns."""
+
+    unit: Mapping[int, int]  # rank -> clock unit (a host, or the rank itself)
+    key_unit: Ints
+    begin_ns: Ints
+    offset_ns: Floats
+    error_ns: Floats
+    drift_ppm: Floats
+    reference: str = "rank"  # or "server"
+
+    def at(self, rank: int, unix_ns: int) -> ClockOffset:
+        """Offset interval of ``rank`` at its own time ``unix_ns``; unknown ranks get offset 0, error 2**60."""
+        offset, error = self.offsets(np.array([rank]), np.array([unix_ns]))
+        drift = self.drift_ppm[self._keys(np.array([rank]), np.array([unix_ns]))[0]] if len(self.begin_ns) else 0.0
+        return ClockOffset(
+            rank=rank, offset_ns=int(offset[0]), error_ns=int(error[0]), at_ns=unix_ns, drift_ppm=float(drift)
+        )
+
+    def offsets(self, ranks: Ints, unix_ns: Ints) -> tuple[Floats, Floats]:
+        """(offset_ns, error_ns) of each (rank, own time), float64 [N]."""
+        if not len(self.begin_ns):
+            return np.zeros(len(ranks)), np.full(len(ranks), UNKNOWN_NS)
+        keys = self._keys(ranks, unix_ns)
+        known = np.isin(ranks, np.fromiter(self.unit, np.int64))
+        past = np.maximum(unix_ns - self.begin_ns[keys], 0).astype(np.float64)
+        offset = self.offset_ns[keys] + self.drift_ppm[keys] * 1e-6 * past
+        return np.where(known, offset, 0.0), np.where(known, self.error_ns[keys], UNKNOWN_NS)
+
+    def job_ns(self, ranks: Ints, unix_ns: Ints) -> Ints:
+        """Own Unix ns -> job ns, [N]."""
+        shifted: Ints = unix_ns - self.offsets(ranks, unix_ns)[0].astype(np.int64)
+        return shifted
+
+    def _keys(self, ranks: Ints, unix_ns: Ints) -> Ints:
+        top = int(max(ranks.max(initial=0), max(self.unit, default=0))) + 2
+        table = np.zeros(top, np.int64)
+        for rank, unit in self.unit.items():
+            table[rank] = unit
+        units = table[np.clip(ranks, 0, top - 1)]
+        base = int(min(self.begin_ns.min(), unix_ns.min(initial=int(self.begin_ns.min()))))
+
+        def packed(unit: Ints, at: Ints) -> Ints:
+            return (unit << 46) | ((at - base) >> 10)
+
+        found = np.searchsorted(packed(self.key_unit, self.begin_ns), packed(units, unix_ns), side="right") - 1
+        first = np.searchsorted(self.key_unit, units)
+        keys: Ints = np.clip(np.maximum(found, first), 0, len(self.begin_ns) - 1)
+        return keys
+
+    def median_error_ns(self) -> int | None:
+        """Median half-width over units and windows; None without evidence."""
+        known = self.error_ns[self.error_ns < UNKNOWN_NS / 2]
+        return int(np.median(known)) if len(known) else None
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Working set: calls joined with keys. Times are ns since ``base``, float64 (exact below 104 days)."""
+
+    entered: Floats
+    completed: Floats  # inf = pending
+    slot: Ints
+    first: Ints
+    key: Ints
+    at: Floats
+
+
+@dataclass(slots=True)
+class _Keys:
+    unit: Ints
+    segment: Ints
+    window: Ints
+    begin: Floats
+    low: Floats  # from snapshots; -inf where none
+    high: Floats
+    anchor: np.ndarray  # known to be 0: the reference clock
+
+
+def units_of(ranks: Sequence[int], hosts: Mapping[int, str]) -> dict[int, int]:
+    """Rank -> clock unit: ranks of one named host share one; a rank with no host name is its own."""
+    names: dict[str, int] = {}
+    return {rank: names.setdefault(hosts.get(rank) or f"rank {rank}", len(names)) for rank in sorted(ranks)}
+
+
+def snapshots_of(frame: Frame) -> list[Snapshot]:
+    """Clock exchanges among the frame's events; half-filled ones are skipped."""
+    found = []
+    for log in frame.logs:
+        if log.name == "clock_snapshot":
+            t = [log.attributes.get(f"t{i}_ns") for i in range(4)]
+            if all(isinstance(x, int) and not isinstance(x, bool) and x > 0 for x in t):
+                t0, t1, t2, t3 = (int(x) for x in t if x is not None)
+                found.append(
+                    Snapshot(rank=log.rank, t0_ns=t0, t1_ns=t1, t2_ns=t2, t3_ns=t3, monotonic_ns=log.monotonic_ns)
+                )
+    return found
+
+
+def estimate(
+    calls: Calls,
+    *,
+    hosts: Mapping[int, str] | None = None,
+    snapshots: Sequence[Snapshot] = (),
+    ranks: Sequence[int] = (),
+    window_ns: int = WINDOW_NS,
+) -> Clocks:
+    """Offset intervals of every rank seen in ``calls``, ``snapshots`` or ``ranks``. Linear in their number."""
+    seen = sorted({*np.unique(calls.rank).tolist(), *(s.rank for s in snapshots), *ranks} - {-1})
+    unit = units_of(seen, hosts or {})
+    count = len(set(unit.values()))
+    if count <= 1:
+        return _one_clock(unit, calls, snapshots)
+    rows, keys, base = _prepare(calls, unit, snapshots, window_ns)
+    low, high = _propagate(rows, keys, window_ns, DRIFT_MAX_PPM * 1e-6)
+    point = _points(rows, keys, low, high)
+    slope, residual = _drift(keys, point, low, high, window_ns)
+    if np.any(slope):
+        flat = _without_drift(rows, keys, slope)
+        low2, high2 = _propagate(flat[0], flat[1], window_ns, residual)
+        if np.all(low2 <= high2):
+            point2 = _points(flat[0], flat[1], low2, high2)
+            shift = slope[keys.unit] * keys.begin
+            low, high, point = low2 + shift, high2 + shift, point2 + shift
+        else:
+            slope = np.zeros_like(slope)
+    return _result(unit, keys, base, low, high, point, slope, bool(snapshots))
+
+
+def _one_clock(unit: Mapping[int, int], calls: Calls, snapshots: Sequence[Snapshot]) -> Clocks:
+    begin = int(calls.entered_ns.min()) if len(calls) else (snapshots[0].t0_ns if snapshots else 0)
+    return Clocks(
+        unit=unit,
+        key_unit=np.zeros(1, np.int64),
+        begin_ns=np.array([begin], np.int64),
+        offset_ns=np.zeros(1),
+        error_ns=np.array([float(SAME_HOST_ERROR_NS)]),
+        drift_ppm=np.zeros(1),
+    )
+
+
+def _prepare(
+    calls: Calls, unit: Mapping[int, int], snapshots: Sequence[Snapshot], window_ns: int
+) -> tuple[_Rows, _Keys, int]:
+    units = np.array([unit[int(r)] for r in calls.rank], np.int64)
+    snap_units = np.array([unit[s.rank] for s in snapshots], np.int64)
+    base = int(calls.entered_ns.min()) if len(calls) else min(s.t0_ns for s in snapshots)
+    entered = (calls.entered_ns - base).astype(np.float64)
+    completed = np.where(calls.completed_ns > 0, (calls.completed_ns - base).astype(np.float64), np.inf)
+    coarse = _coarse(calls, units, snap_units, snapshots)
+    when = entered - coarse[units]
+    if len(calls):  # one time a slot: the median member, so that one stepped clock does not move it
+        middle = calls.first + calls.sizes // 2
+        order = np.lexsort((when, calls.slot))
+        when = when[order][middle][calls.slot]
+    snap_when = np.array([s.t0_ns - base for s in snapshots], np.float64) - coarse[snap_units]
+    both_units = np.concatenate([units, snap_units])
+    both_when = np.concatenate([when, snap_when])
+    gap = np.concatenate(
+        [
+            np.where(calls.monotonic_ns > 0, calls.entered_ns - calls.monotonic_ns, 0),
+            np.array([s.t0_ns - s.monotonic_ns if s.monotonic_ns > 0 else 0 for s in snapshots], np.int64),
+        ]
+    )
+    segment = _segments(both_units, both_when, gap)
+    window = np.floor_divide(both_when - both_when.min(initial=0.0), window_ns).astype(np.int64)
+    packed = np.stack([both_units, segment, window])
+    distinct, key = np.unique(packed, axis=1, return_inverse=True)
+    key = key.reshape(-1)
+    own = np.concatenate([entered, np.array([s.t0_ns - base for s in snapshots], np.float64)])
+    begin = np.full(distinct.shape[1], np.inf)
+    np.minimum.at(begin, key, own)
+    low, high = np.full(len(begin), -np.inf), np.full(len(begin), np.inf)
+    tail = key[len(calls) :]
+    np.maximum.at(low, tail, np.array([s.t0_ns - s.t1_ns for s in snapshots], np.float64))
+    np.minimum.at(high, tail, np.array([s.t3_ns - s.t2_ns for s in snapshots], np.float64))
+    anchor = np.zeros(len(begin), bool) if snapshots else (distinct[0] == 0) & (distinct[1] == 0)
+    keys = _Keys(distinct[0], distinct[1], distinct[2], begin, low, high, anchor)
+    rows = _Rows(entered, completed, calls.slot, calls.first, key[: len(calls)], when)
+    return rows, keys, base
+
+
+def _coarse(calls: Calls, units: Ints, snap_units: Ints, snapshots: Sequence[Snapshot]) -> Floats:
+    """Rough offset of each unit, good to milliseconds, only used to cut time into windows."""
+    count = int(max(units.max(initial=-1), snap_units.max(initial=-1))) + 1
+    rough = np.zeros(count)
+    if snapshots:
+        middle = np.array([(s.t0_ns + s.t3_ns - s.t1_ns - s.t2_ns) / 2 for s in snapshots])
+        for u in np.unique(snap_units):
+            rough[u] = np.median(middle[snap_units == u])
+    if not len(calls):
+        return rough
+    spread = completion_spread_ns(calls)
+    spread = np.where(np.isfinite(spread), spread, 0.0)
+    order = np.argsort(units, kind="stable")
+    edges = np.flatnonzero(np.diff(units[order], prepend=-1))
+    known = set(np.unique(snap_units).tolist())
+    for part in np.split(order, edges[1:]):
+        u = int(units[part[0]])
+        if u not in known:
+            rough[u] = np.median(spread[part])
+    return rough
+
+
+def _segments(units: Ints, when: Floats, gap: Ints) -> Ints:
+    """Segment number of each row within its unit: up by one where wall minus monotonic clock jumps."""
+    segment = np.zeros(len(units), np.int64)
+    usable = np.flatnonzero(gap != 0)
+    if not len(usable):
+        return segment
+    order = usable[np.lexsort((when[usable], units[usable]))]
+    same = units[order][1:] == units[order][:-1]
+    jump = np.zeros(len(order), np.int64)
+    jump[1:] = same & (np.abs(np.diff(gap[order])) > JUMP_NS)
+    total = np.cumsum(jump)
+    start = np.concatenate([[True], ~same])
+    segment[order] = total - np.maximum.accumulate(np.where(start, total, 0))
+    return segment
+
+
+def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: float) -> tuple[Floats, Floats]:
+    """Bounds of each key's offset that hold through its whole window; ``rho`` is the drift bound (ns/ns)."""
+    low, high = keys.low - rho * window_ns, keys.high + rho * window_ns
+    low[keys.anchor], high[keys.anchor] = 0.0, 0.0
+    order = np.argsort(rows.key, kind="stable")
+    present, first = np.unique(rows.key[order], return_index=True)
+    for _ in range(PASSES):
+        before = (low.copy(), high.copy())
+        low, high = _carry(keys, low, high, rho, window_ns)
+        if len(rows.key):
+            last = np.maximum.reduceat(rows.entered - high[rows.key], rows.first)
+            done = np.minimum.reduceat(rows.completed - low[rows.key], rows.first)
+            above = np.minimum.reduceat((rows.completed - last[rows.slot])[order], first)
+            below = np.maximum.reduceat((rows.entered - done[rows.slot])[order], first)
+            high[present] = np.minimum(high[present], above + rho * window_ns)
+            low[present] = np.maximum(low[present], below - rho * window_ns)
+            low[keys.anchor], high[keys.anchor] = 0.0, 0.0
+        if np.array_equal(before[0], low) and np.array_equal(before[1], high):
+            break
+    return _carry(keys, low, high, rho, window_ns)
+
+
+def _carry(keys: _Keys, low: Floats, high: Floats, rho: float, window_ns: int) -> tuple[Floats, Floats]:
+    """Hand bounds to the neighbouring windows of the same unit and segment, widened by the drift."""
+    line = np.cumsum(np.diff(keys.unit, prepend=-1).astype(bool) | np.diff(keys.segment, prepend=-1).astype(bool))
+    at = keys.window.astype(np.float64) * window_ns * rho
+    return -_envelope(line, at, -low), _envelope(line, at, high)
+
+
+def _envelope(line: Ints, at: Floats, high: Floats) -> Floats:
+    """min over k of ``high_k + |at - at_k|`` within each line, by a running minimum forwards and backwards.
+
+    Lines lie one after another; each is lifted clear of its neighbours so that one accumulate serves all.
+    """
+
+    def forward(values: Floats, x: Floats, lines: Ints) -> Floats:
+        relative = values - x
+        finite = np.isfinite(relative)
+        if not finite.any():
+            return values
+        span = float(relative[finite].max() - relative[finite].min()) + 1.0
+        capped = np.where(finite, relative, relative[finite].max() + span)
+        lifted = capped - lines * (3.0 * span)
+        run = np.minimum.accumulate(lifted) + lines * (3.0 * span)
+        return np.where(run <= relative[finite].max() + span / 2, run + x, np.inf)
+
+    once = forward(high, at, line - line.min(initial=0))
+    flipped = (line.max(initial=0) - line)[::-1]
+    return np.minimum(once, forward(once[::-1], -at[::-1], flipped)[::-1])
+
+
+def _points(rows: _Rows, keys: _Keys, low: Floats, high: Floats) -> Floats:
+    """Best point inside each interval: where members complete together; the middle where nothing completes."""
+    width = high - low
+    low0, high0 = np.where(np.isfinite(low), low, 0.0), np.where(np.isfinite(high), high, 0.0)
+    middle = np.where(np.isfinite(width), (low0 + high0) / 2, low0 + high0)  # one-sided: the bound that is known
+    if not len(rows.key):
+        return middle
+    done = np.isfinite(rows.completed)
+    weight = 1.0 / np.maximum(np.where(np.isfinite(width), width, 1e15), 1e3) ** 2
+    point = middle
+    for _ in range(3):
+        w = np.where(done, weight[rows.key], 0.0)
+        left = np.where(done, rows.completed, 0.0) - point[rows.key]
+        total = np.add.reduceat(w, rows.first)
+        mean = np.add.reduceat(w * left, rows.first) / np.where(total > 0, total, 1.0)
+        behind = np.where(done, rows.completed - mean[rows.slot], 0.0)
+        share = np.where(done & (total[rows.slot] > 0), 1.0, 0.0)
+        n = np.bincount(rows.key, share, len(low))
+        found = np.bincount(rows.key, np.where(share > 0, behind, 0.0), len(low)) / np.maximum(n, 1)
+        point = np.where(n > 0, np.clip(found, low, np.maximum(high, low)), middle)
+        point = np.where(keys.anchor, 0.0, point)
+    return point
+
+
+def _drift(keys: _Keys, point: Floats, low: Floats, high: Floats, window_ns: int) -> tuple[Floats, float]:
+    """(slope of each unit in ns/ns, residual bound): least squares over windows where all have enough of them."""
+    count = int(keys.unit.max(initial=-1)) + 1
+    slope = np.zeros(count)
+    error = np.maximum(high - point, point - low)
+    residual = DRIFT_RESIDUAL_PPM * 1e-6
+    for u in range(count):
+        mask = (keys.unit == u) & np.isfinite(error)
+        if not mask.any() or keys.segment[mask].max() > 0 or np.ptp(keys.window[mask]) < 30:
+            return np.zeros(count), DRIFT_MAX_PPM * 1e-6
+        x, y = keys.begin[mask], point[mask]
+        x = x - x.mean()
+        slope[u] = float((x * (y - y.mean())).sum() / (x * x).sum())
+        span = float(np.ptp(keys.window[mask])) * window_ns
+        residual = max(residual, 2.0 * float(np.median(error[mask])) / span)
+    if residual >= DRIFT_MAX_PPM * 1e-6:
+        return np.zeros(count), residual
+    return slope, residual
+
+
+def _without_drift(rows: _Rows, keys: _Keys, slope: Floats) -> tuple[_Rows, _Keys]:
+    move = slope[keys.unit][rows.key]
+    flat_rows = replace(
+        rows, entered=rows.entered - move * rows.entered, completed=rows.completed - move * rows.entered
+    )
+    shift = slope[keys.unit] * keys.begin
+    return flat_rows, _Keys(
+        keys.unit, keys.segment, keys.window, keys.begin, keys.low - shift, keys.high - shift, keys.anchor
+    )
+
+
+def _result(
+    unit: Mapping[int, int],
+    keys: _Keys,
+    base: int,
+    low: Floats,
+    high: Floats,
+    point: Floats,
+    slope: Floats,
+    server: bool,
+) -> Clocks:
+    crossed = low > high
+    low, high = np.where(crossed, high, low), np.where(crossed, low, high)
+    error = np.maximum(high - point, point - low)
+    error = np.where(np.isfinite(error), np.maximum(error, SAME_HOST_ERROR_NS), UNKNOWN_NS)
+    order = np.lexsort((keys.begin, keys.unit))
+    return Clocks(
+        unit=unit,
+        key_unit=keys.unit[order],
+        begin_ns=(keys.begin[order] + base).astype(np.int64),
+        offset_ns=point[order],
+        error_ns=error[order],
+        drift_ppm=slope[keys.unit[order]] * 1e6,
+        reference="server" if server else "rank",
+    )

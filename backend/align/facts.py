@@ -1,0 +1,195 @@
+"""Build the Facts of a window of one attempt: align the clocks, match the collectives, pivot the series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lanterne import wire
+from lanterne.backend.align import clocks as clock
+from lanterne.backend.align import frame as rows
+from lanterne.backend.align import matching, series, waits
+from lanterne.backend.align.frame import Frame, Log, Store
+from lanterne.causal.facts import FactEvent, Facts, Place
+from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, Collective, Event, EventName, Identity, Quality
+
+LAST_STEPS = 400
+_QUIET = frozenset({EventName.CLOCK_SNAPSHOT, EventName.HEARTBEAT, EventName.CHECKSUM, EventName.COLLECTIVE_PENDING})
+EVENTS_MAX = 20_000
+
+
+def build_facts(
+    store: Store, job: str, attempt: int, last_steps: int = LAST_STEPS, *, now_ns: int = 0, ended: bool = False,
+    first_step: int | None = None, ranks_expected: int = 0, dropped: int = 0,
+) -> Facts:  # fmt: skip
+    """Facts of the last ``last_steps`` steps (or of ``first_step`` and later) of a job's attempt in the store.
+
+    ``now_ns`` is the reader's Unix time (0: the latest time seen). ``ended`` says that silence is final.
+    Raises :class:`lanterne.errors.StoreUnavailable` when the store cannot answer.
+    """
+    last = rows.last_step(store, job, attempt)
+    first = max(0, last - last_steps + 1) if first_step is None else first_step
+    frame = rows.read(store, job, attempt, first, max(last, first))
+    return assemble(
+        frame, now_ns=now_ns, ended=ended, ranks_expected=ranks_expected, dropped=dropped, sources=("live",)
+    )
+
+
+def facts_from_events(
+    sources: Iterable[tuple[Identity, Iterable[Event]]], *, ended: bool = True, source: str = "spool"
+) -> Facts:
+    """Facts of plain events, one (identity, events) pair a rank: the offline way to the same answer."""
+    pairs = [(identity, list(events)) for identity, events in sources]
+    expected = max((identity.world_size for identity, _ in pairs), default=0)
+    facts = assemble(rows.from_events(pairs), ended=ended, ranks_expected=expected, sources=(source,))
+    places = {i.rank: Place(host=i.host, device=i.device, mesh=dict(i.mesh)) for i, _ in pairs}
+    from dataclasses import replace
+
+    return replace(facts, places={**facts.places, **places})
+
+
+def assemble(
+    frame: Frame, *, now_ns: int = 0, ended: bool = False, ranks_expected: int = 0, dropped: int = 0,
+    sources: Sequence[str] = (),
+) -> Facts:  # fmt: skip
+    """Facts of a frame. Everything after this is pure and knows neither store nor files."""
+    pending = pending_calls(frame.logs)
+    calls = matching.from_frame(frame, pending)
+    ranks = _ranks(frame, calls)
+    clocks = clock.estimate(calls, hosts=frame.hosts, snapshots=clock.snapshots_of(frame), ranks=ranks)
+    attribution = waits.attribute(calls, clocks)
+    axes = series.grid(frame, ranks)
+    found = series.timings(frame, axes)
+    found |= series.metrics(frame, axes)
+    for name, values in series.events_as_series(frame, axes).items():
+        found[name] = values if name == "gc_ms" or name not in found else np.fmax(found[name], values)
+    found |= series.waiting(calls, attribution, axes, found["step_ms"])
+    expected = max(ranks_expected, _world_size(frame.logs))
+    latest = max(int(axes.end_ns.max(initial=0)), max((log.time_ns for log in frame.logs), default=0))
+    return Facts(
+        job=frame.job,
+        attempt=frame.attempt,
+        ranks_expected=expected or len(ranks),
+        ranks=tuple(ranks),
+        steps=axes.steps,
+        series=found,
+        places=_places(frame),
+        waits=waits.as_facts(calls, attribution),
+        collectives=matching.last_calls(calls),
+        events=_events(frame, clocks),
+        groups={g: matching.members_of(g) for g in calls.groups if matching.members_of(g)},
+        now_ns=now_ns or latest,
+        ended=ended or _all_ended(frame.logs, ranks),
+        sources=tuple(sources),
+        quality=Quality(
+            dropped_events=dropped,
+            missing_ranks=tuple(sorted(set(range(expected)) - set(ranks))),
+            clock_error_ns=clocks.median_error_ns() if ranks else None,
+        ),
+    )
+
+
+def _ranks(frame: Frame, calls: matching.Calls) -> list[int]:
+    found = {*np.unique(frame.spans.rank).tolist(), *np.unique(frame.points.rank).tolist()}
+    found |= {log.rank for log in frame.logs} | set(np.unique(calls.rank).tolist())
+    return sorted(int(r) for r in found if r > NO_RANK)
+
+
+def _attribute(log: Log, *names: str) -> object:
+    for name in names:
+        if name in log.attributes:
+            return log.attributes[name]
+    return None
+
+
+def _number(value: object, default: int) -> int:
+    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+
+def pending_calls(logs: Sequence[Log]) -> list[Collective]:
+    """The calls that ``collective_pending`` events say were entered and not completed; the newest report of each."""
+    found: dict[tuple[int, str, int], Collective] = {}
+    for log in logs:
+        if log.name != EventName.COLLECTIVE_PENDING:
+            continue
+        group = str(_attribute(log, wire.GROUP, "group") or "")
+        sequence = _number(_attribute(log, wire.GROUP_SEQUENCE, "group_sequence", "sequence"), -1)
+        if not group or sequence < 0:
+            continue
+        found[log.rank, group, sequence] = Collective(
+            rank=log.rank,
+            group=group,
+            sequence=sequence,
+            op=str(_attribute(log, wire.NAME, "op", "name") or "collective"),
+            step=_number(_attribute(log, wire.STEP, "step"), log.step),
+            bytes=_number(_attribute(log, wire.BYTES, "bytes"), 0),
+            dtype=str(_attribute(log, wire.DTYPE, "dtype") or ""),
+            shape=str(_attribute(log, "lanterne.shape", "shape") or ""),
+            entered_ns=_number(_attribute(log, "entered_ns", "lanterne.entered_ns"), log.time_ns),
+            site=str(_attribute(log, "site") or ""),
+        )
+    return list(found.values())
+
+
+def _world_size(logs: Sequence[Log]) -> int:
+    sizes = [_number(_attribute(log, "world_size", wire.WORLD_SIZE), 0) for log in logs if log.name == "attached"]
+    return max(sizes, default=0)
+
+
+def _all_ended(logs: Sequence[Log], ranks: Sequence[int]) -> bool:
+    over = {log.rank for log in logs if log.name in (EventName.EXITED, EventName.CLOSED)}
+    return bool(ranks) and over.issuperset(ranks)
+
+
+def _places(frame: Frame) -> dict[int, Place]:
+    places = {rank: Place(host=host) for rank, host in frame.hosts.items() if rank > NO_RANK}
+    for log in frame.logs:
+        if log.name == EventName.ATTACHED and log.rank > NO_RANK:
+            mesh = {
+                axis: _number(value, 0)
+                for axis in MESH_AXES
+                if (value := _attribute(log, wire.MESH + axis, f"mesh.{axis}", axis)) is not None
+            }
+            places[log.rank] = Place(
+                host=log.host or frame.hosts.get(log.rank, ""),
+                device=str(_attribute(log, wire.DEVICE, "device") or ""),
+                switch=str(_attribute(log, "switch") or ""),
+                mesh=mesh,
+            )
+    return places
+
+
+def _events(frame: Frame, clocks: clock.Clocks) -> list[FactEvent]:
+    logs = [log for log in frame.logs if log.name not in _QUIET][-EVENTS_MAX:]
+    if not logs:
+        return []
+    times = clocks.job_ns(np.array([log.rank for log in logs]), np.array([log.time_ns for log in logs]))
+    found = [
+        FactEvent(
+            name=log.name,
+            rank=log.rank,
+            step=log.step,
+            job_ns=int(at),
+            host=log.host,
+            attributes=log.attributes,
+            body=log.body,
+            ref=f"logs:{log.rank}/{log.sequence}",
+        )
+        for log, at in zip(logs, times, strict=True)
+    ]
+    return sorted(found, key=lambda e: e.job_ns)
+
+
+def step_of(facts: Facts, rank: int) -> int:
+    """Last step that ``rank`` finished; -1 where it finished none."""
+    step_ms = facts.get("step_ms")
+    if rank not in facts.ranks:
+        return NO_STEP
+    done = np.flatnonzero(np.isfinite(step_ms[:, facts.ranks.index(rank)]))
+    return int(facts.steps[done[-1]]) if len(done) else NO_STEP
+
+
+def hosts_of(facts: Facts) -> Mapping[int, str]:
+    """Rank -> host name."""
+    return {rank: place.host for rank, place in facts.places.items()}

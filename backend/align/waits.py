@@ -1,0 +1,112 @@
+"""Who waited for whom, and how long: lateness, wait and transfer of every call, on the job clock.
+
+A straggler is the member that enters last; its own call is the shortest of all. So nothing here ranks by
+duration. A rank that goes on computing after an asynchronous call is not blocked by it yet: its waiting
+begins at its latest call before the last member arrived (``blocked_ms``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
+from lanterne.backend.align.frame import Floats, Ints
+from lanterne.backend.align.matching import Calls
+from lanterne.causal.facts import Waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Arrays [N] parallel to the calls. ``last`` is the rank that entered last (-1: cannot be told apart)."""
+
+    entered_ns: Ints  # job clock
+    completed_ns: Ints  # job clock; 0 = pending
+    lateness_ns: Floats  # behind the median member
+    wait_ns: Floats  # last arrival minus own arrival
+    blocked_from_ns: Ints  # start of the blocked part of the wait
+    last_ns: Ints  # last arrival
+    transfer_ns: Floats  # completion minus last arrival; NaN = pending
+    error_ns: Floats
+    last: Ints
+    whole: np.ndarray  # all members reported
+
+    def blocked_ns(self) -> Floats:
+        """Time each row was really blocked waiting for others."""
+        blocked: Floats = np.maximum(self.last_ns - self.blocked_from_ns, 0).astype(np.float64)
+        return blocked
+
+
+def attribute(calls: Calls, clocks: Clocks) -> Attribution:
+    """Waits of every call. Linear in the calls but for one sort."""
+    n = len(calls)
+    offset, error = clocks.offsets(calls.rank, calls.entered_ns)
+    entered = calls.entered_ns - offset.astype(np.int64)
+    pending = calls.completed_ns <= 0
+    completed = np.where(pending, 0, calls.completed_ns - offset.astype(np.int64))
+    if n == 0:
+        none, zero = np.zeros(0), np.zeros(0, np.int64)
+        return Attribution(
+            entered_ns=zero, completed_ns=zero, lateness_ns=none, wait_ns=none, blocked_from_ns=zero, last_ns=zero,
+            transfer_ns=none, error_ns=none, last=zero, whole=np.zeros(0, bool),
+        )  # fmt: skip
+    sizes, expected = calls.sizes, calls.expected()
+    whole = (sizes >= expected) & (sizes > 1)
+    order = np.lexsort((entered, calls.slot))
+    ranked, half = entered[order], sizes // 2
+    upper = ranked[calls.first + half]
+    lower = ranked[calls.first + np.maximum((sizes - 1) // 2, 0)]
+    median = lower + (upper - lower) // 2
+    tail = calls.first + sizes - 1
+    last_time, last_rank = ranked[tail], calls.rank[order][tail]
+    second = ranked[np.maximum(tail - 1, calls.first)]
+    blur = calls.by_slot(np.minimum(error, UNKNOWN_NS), np.maximum)
+    # The last arriver is named only where it is clear of the next one by more than the clocks' error.
+    clear = (last_time - second > 2 * blur) & (sizes > 1)
+    done_late = np.maximum(completed - last_time[calls.slot], 0).astype(np.float64)
+    return Attribution(
+        entered_ns=entered,
+        completed_ns=completed,
+        lateness_ns=(entered - median[calls.slot]).astype(np.float64),
+        wait_ns=(last_time[calls.slot] - entered).astype(np.float64),
+        blocked_from_ns=_blocked_from(calls, entered, last_time),
+        last_ns=last_time[calls.slot],
+        transfer_ns=np.where(pending, np.nan, done_late),
+        error_ns=np.minimum(error + blur[calls.slot], UNKNOWN_NS),
+        last=np.where(clear, last_rank, -1)[calls.slot],
+        whole=whole[calls.slot],
+    )
+
+
+def _blocked_from(calls: Calls, entered: Ints, last_time: Ints) -> Ints:
+    """For each row the rank's latest call at or before the slot's last arrival: until then it was not blocked."""
+    order = np.lexsort((entered, calls.rank))
+    base = int(entered.min())
+    shift = 1 << 50  # ns; about 13 days: longer windows fall back to the call's own entry
+    relative = entered - base
+    if int(relative.max()) >= shift or int(calls.rank.max()) >= 1 << 12:
+        return entered
+    packed = calls.rank * shift + relative
+    until = np.clip(last_time[calls.slot] - base, 0, shift - 1)
+    found = np.searchsorted(packed[order], calls.rank * shift + until, side="right") - 1
+    latest = entered[order][np.maximum(found, 0)]
+    blocked: Ints = np.maximum(latest, entered)
+    return blocked
+
+
+def as_facts(calls: Calls, a: Attribution) -> Waits:
+    """The causal engine's form, ms. Slots with missing members are left out: a wait there is not finished."""
+    keep = a.whole & ~np.isnan(a.transfer_ns)
+    return Waits(
+        group=calls.groups,
+        group_index=calls.group[keep],
+        sequence=calls.sequence[keep],
+        step=calls.step[keep],
+        rank=calls.rank[keep],
+        bytes=calls.bytes[keep],
+        lateness_ms=a.lateness_ns[keep] / 1e6,
+        wait_ms=a.wait_ns[keep] / 1e6,
+        transfer_ms=a.transfer_ns[keep] / 1e6,
+        error_ms=np.minimum(a.error_ns[keep] / 1e6, 1e9),
+    )
