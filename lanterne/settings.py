@@ -40,6 +40,8 @@ class CollectorSettings:
     ring_records: int = limits.RING_RECORDS_DEFAULT
     spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
     export_interval_s: float = 0.5
+    compression: str = ""
+    """``zstd``, ``gzip`` or ``none``; default OTEL_EXPORTER_OTLP_COMPRESSION, else gzip."""
     grad_norm_every: int = 10
     """Steps between sampled gradient norms where the user's loop never clips."""
     spikeness_window: int = 50
@@ -117,6 +119,8 @@ def _validate(settings: CollectorSettings | ServerSettings) -> None:
             )
         if settings.shipper not in {"process", "thread", "none"}:
             raise UsageError(f"shipper: {settings.shipper!r} is not one of process, thread, none")
+        if settings.compression not in {"", "zstd", "gzip", "none"}:
+            raise UsageError(f"compression: {settings.compression!r} is not one of zstd, gzip, none")
     elif settings.policy not in {"observe", "suggest", "approve", "auto"}:
         raise UsageError(f"policy: {settings.policy!r} is not one of observe, suggest, approve, auto")
 
