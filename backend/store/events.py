@@ -1,0 +1,352 @@
+"""The event store: one DuckDB file, one writer thread, readers as cursors of the same process.
+
+Batches wait in a queue bounded by bytes. The writer takes what is there (up to ``COMMIT_ROWS_MAX`` rows),
+inserts it in one transaction and only then answers: an answered batch is on disk. A full queue refuses
+at once. A failed commit answers :class:`StoreUnavailable`; the file is opened again by the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from lanterne import limits
+from lanterne.backend.store import batch as batches
+from lanterne.backend.store import migrate
+from lanterne.backend.store.batch import SIGNALS, Batch
+from lanterne.backend.store.connection import Opened, connect
+from lanterne.backend.store.views import create_views
+from lanterne.backend.store.writing import Receipt, Writing
+from lanterne.clock import Clock, SystemClock
+from lanterne.errors import LanterneError, StoreUnavailable
+from lanterne.quality import Quality
+from lanterne.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+Callback = Callable[[Sequence[Batch]], None]
+QUERY_TIMEOUT_S = 30.0
+_BAD_ROWS = (duckdb.ConversionException, duckdb.ConstraintException, duckdb.InvalidInputException, pa.ArrowInvalid)
+WAIT_COLUMNS = (
+    "job", "attempt", "group_name", "group_sequence", "step", "rank", "op", "bytes", "lateness_ms", "wait_ms",
+    "transfer_ms", "error_ms",
+)  # fmt: skip
+CLOCK_COLUMNS = ("job", "attempt", "rank", "at_ns", "offset_ns", "error_ns", "drift_ppm")
+
+
+class QueueFull(LanterneError):
+    """The bytes waiting for the writer are at their bound; try again in a moment."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """One thing for the writer: a batch, rows of a derived table, or a piece of work on its connection."""
+
+    future: Future[Any]
+    nbytes: int = 0
+    batch: Batch | None = None
+    table: str = ""
+    rows: pa.Table | None = None
+    work: Callable[[duckdb.DuckDBPyConnection], Any] | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the writer did since the start; read by ``/metrics``."""
+
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIGNALS, 0))
+    commits: int = 0
+    commit_seconds: float = 0.0
+    failures: int = 0
+
+
+class EventStore:
+    """Append-only events with columns of ``wire``; see docs/api.md for the SQL views on it."""
+
+    def __init__(self, file: Path, *, queue_bytes: int, memory_limit: str = "4GB", clock: Clock | None = None) -> None:
+        self.file = file
+        self.tier = file.parent / "tier"
+        self.clock: Clock = clock or SystemClock()
+        self.quality = Quality()
+        self.counters = Counters()
+        self.recovered = ""
+        self.failure = ""
+        self._memory_limit, self._queue_bytes = memory_limit, queue_bytes
+        self._lock = threading.Lock()
+        self._queued = 0
+        self._queue: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._callbacks: list[Callback] = []
+        self._closing = False
+        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._writing: Writing | None = None
+        self._reopen()
+        self._thread = threading.Thread(target=self._run, name="lanterne-writer", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, settings: ServerSettings, *, clock: Clock | None = None) -> EventStore:
+        """Open (and migrate) the store of ``settings.data``. Raises :class:`StoreUnavailable`."""
+        return cls(
+            migrate.events_file(settings),
+            queue_bytes=settings.queue_bytes,
+            memory_limit=settings.memory_limit,
+            clock=clock,
+        )
+
+    # --- writing ---
+
+    def submit(self, batch: Batch) -> Future[Receipt]:
+        """Queue a batch; the future ends after the commit that holds it.
+
+        Raises :class:`QueueFull` when the queue's bytes are used up and :class:`StoreUnavailable` when closed.
+        """
+        return self._put(_Order(Future(), batch.nbytes, batch=batch))
+
+    def append(self, signal: str, columns: Mapping[str, list[Any]]) -> Receipt:
+        """Store decoded columns (``spans``, ``points`` or ``logs``) and wait for the commit."""
+        return self.submit(batches.from_columns(signal, columns)).result()
+
+    def append_waits(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
+        """Store aligned collectives, one row a member: ``WAIT_COLUMNS`` (``op`` may be left out); waits for the commit.
+
+        The same rows feed the roll-up ``rank_steps`` with lateness_ms (worst of the step), wait_ms and
+        transfer_ms (sums). A (job, attempt, step, rank) should be written once.
+        """
+        self._append("waits", WAIT_COLUMNS, rows)
+
+    def append_clocks(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
+        """Store clock offsets: ``CLOCK_COLUMNS``; the newest ``at_ns`` of a rank is shown by the API."""
+        self._append("clocks", CLOCK_COLUMNS, rows)
+
+    def _append(self, table: str, names: tuple[str, ...], rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
+        found = rows if isinstance(rows, pa.Table) else pa.table(dict(rows))
+        if "op" in names and "op" not in found.column_names:
+            found = found.append_column("op", pa.array([""] * found.num_rows, pa.string()))
+        self._put(_Order(Future(), max(1024, int(found.nbytes)), table=table, rows=found.select(list(names)))).result()
+
+    def work(self, task: Callable[[duckdb.DuckDBPyConnection], Any]) -> Any:
+        """Run ``task(connection)`` on the writer's thread between commits (retention, back-up); its result."""
+        return self._put(_Order(Future(), work=task)).result()
+
+    def _put(self, order: _Order) -> Future[Any]:
+        with self._lock:
+            if self._closing:
+                raise StoreUnavailable("the event store is closed")
+            if order.nbytes and self._queued + order.nbytes > self._queue_bytes:
+                raise QueueFull(f"{self._queued} of {self._queue_bytes} bytes wait for the writer")
+            self._queued += order.nbytes
+        self._queue.put(order)
+        return order.future
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued
+
+    # --- reading ---
+
+    def query(
+        self, sql: str, params: Sequence[Any] | Mapping[str, Any] = (), *, timeout_s: float = QUERY_TIMEOUT_S
+    ) -> pa.Table:
+        """Rows of one query on a cursor of its own; interrupted after ``timeout_s``.
+
+        Raises :class:`StoreUnavailable` when the store is closed, recovering, or too slow.
+        """
+        connection = self._connection
+        if connection is None:
+            raise StoreUnavailable(self.failure or "the event store is closed")
+        try:
+            cursor = connection.cursor()
+            timer = threading.Timer(timeout_s, cursor.interrupt)
+            timer.daemon = True
+            timer.start()
+            try:
+                return cursor.sql(sql, params=params or None).to_arrow_table()
+            finally:
+                timer.cancel()
+                cursor.close()
+        except duckdb.InterruptException as error:
+            raise StoreUnavailable(f"the query took longer than {timeout_s:g} s; ask for a smaller range") from error
+        except (duckdb.FatalException, duckdb.ConnectionException, duckdb.IOException) as error:
+            raise StoreUnavailable(f"the event store: {error}") from error
+
+    def rows(self, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
+        """:meth:`query` as dictionaries, for small answers."""
+        found: list[dict[str, Any]] = self.query(sql, params).to_pylist()
+        return found
+
+    def subscribe(self, callback: Callback) -> Callable[[], None]:
+        """Call ``callback(batches)`` after each commit, on the writer's thread: hand over and return at once.
+
+        Repeated rows may be among the batches' rows. Returns the function that ends the subscription.
+        """
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    # --- life ---
+
+    @property
+    def ready(self) -> bool:
+        return self._connection is not None and not self._closing and not self.failure
+
+    def close(self) -> None:
+        """Commit what is queued, checkpoint, close. Safe to call twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._queue.put(None)
+        self._thread.join(timeout=60)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(duckdb.Error):
+                connection.execute("CHECKPOINT")
+            connection.close()
+
+    def _reopen(self) -> None:
+        opened: Opened = connect(self.file, memory_limit=self._memory_limit, tier=self.tier)
+        connection = opened.connection
+        try:
+            migrate.migrate_events(connection)
+            create_views(connection, self.tier)
+        except duckdb.Error as error:
+            connection.close()
+            raise StoreUnavailable(f"{self.file}: {error}") from error
+        if opened.recovered:
+            self.recovered = opened.recovered
+            log.error("event store: %s", opened.recovered)
+        self._writing = Writing(connection.cursor(), self.quality)
+        self._connection = connection
+        self.failure = ""
+
+    def _fail(self, error: Exception) -> None:
+        """After an error of the database itself: close, so that the next order opens it anew."""
+        self.failure = f"{type(error).__name__}: {error}"
+        self.counters.failures += 1
+        log.error("event store: %s", self.failure)
+        connection, self._connection, self._writing = self._connection, None, None
+        if connection is not None:
+            with contextlib.suppress(duckdb.Error):
+                connection.close()
+
+    # --- the writer's thread ---
+
+    def _run(self) -> None:
+        while True:
+            orders = self._take()
+            if orders is None:
+                return
+            try:
+                self._carry_out(orders)
+            except BaseException as error:  # the one writer must outlive whatever one batch does
+                log.exception("event store: the writer failed")
+                for order in orders:
+                    if not order.future.done():
+                        order.future.set_exception(StoreUnavailable(f"the event store: {error}"))
+
+    def _take(self) -> list[_Order] | None:
+        first = self._queue.get()
+        if first is None:
+            return None
+        orders, rows = [first], first.batch.rows if first.batch else 0
+        while rows < limits.COMMIT_ROWS_MAX and first.work is None:
+            try:
+                following = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if following is None:
+                self._queue.put(None)
+                break
+            orders.append(following)
+            if following.work is not None:
+                break
+            rows += following.batch.rows if following.batch else 0
+        return orders
+
+    def _carry_out(self, orders: list[_Order]) -> None:
+        try:
+            if self._writing is None:
+                self._reopen()
+            works = [o for o in orders if o.work is not None]
+            self._commit([o for o in orders if o.work is None])
+            for order in works:
+                self._work(order)
+        except LanterneError as error:
+            for order in orders:
+                if not order.future.done():
+                    order.future.set_exception(error)
+        finally:
+            with self._lock:
+                self._queued -= sum(o.nbytes for o in orders)
+
+    def _work(self, order: _Order) -> None:
+        writing = self._writing
+        if writing is None or order.work is None:
+            raise StoreUnavailable(self.failure or "the event store is closed")
+        try:
+            order.future.set_result(order.work(writing.cursor))
+        except duckdb.FatalException as error:
+            self._fail(error)
+            order.future.set_exception(StoreUnavailable(f"the event store: {error}"))
+        except Exception as error:
+            order.future.set_exception(error)
+
+    def _commit(self, orders: list[_Order]) -> None:
+        if not orders:
+            return
+        writing = self._writing
+        if writing is None:
+            raise StoreUnavailable(self.failure or "the event store is closed")
+        now, began = self.clock.unix_ns(), self.clock.monotonic_ns()
+        found = [o.batch for o in orders if o.batch is not None]
+        derived = [(o.table, o.rows) for o in orders if o.rows is not None]
+        try:
+            receipts = iter(writing.commit(found, derived, now))
+        except (
+            duckdb.ConversionException,
+            duckdb.ConstraintException,
+            duckdb.InvalidInputException,
+            pa.ArrowInvalid,
+        ) as error:
+            if len(orders) == 1:
+                raise LanterneError(f"rows refused by the event store: {error}") from error
+            for order in orders:  # one bad batch must not fail the others
+                self._alone(order)
+            return
+        except (duckdb.Error, OSError) as error:
+            self._fail(error)
+            raise StoreUnavailable(f"the event store could not commit: {error}") from error
+        self.counters.commits += 1
+        self.counters.commit_seconds += (self.clock.monotonic_ns() - began) / 1e9
+        for order in orders:
+            if order.batch is None:
+                order.future.set_result(None)
+                continue
+            receipt = next(receipts)
+            self.counters.rows[order.batch.signal] += receipt.stored
+            order.future.set_result(receipt)
+        self._tell(found)
+
+    def _alone(self, order: _Order) -> None:
+        try:
+            self._commit([order])
+        except LanterneError as error:
+            order.future.set_exception(error)
+
+    def _tell(self, found: list[Batch]) -> None:
+        if not found:
+            return
+        for callback in list(self._callbacks):
+            try:
+                callback(found)
+            except Exception:
+                log.exception("event store: a subscriber failed")

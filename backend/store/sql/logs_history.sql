@@ -1,0 +1,18 @@
+-- All logs: those in the database file and those moved to Parquet by tiering. Use it for old steps;
+-- the table `logs` alone is faster for the present.
+-- job: job id
+-- attempt: restart count of the job, from 0
+-- rank: global rank; -1 = a foreign source
+-- sequence: order within (job, attempt, rank) over all signals; -1 = a foreign source
+-- lamport: Lamport counter of the rank; -1 = not known
+-- name: event name (nouns.EventName for our own)
+-- step: optimizer step; -1 = none
+-- time_ns: rank's own Unix ns
+-- monotonic_ns: rank's own monotonic ns; 0 = not known
+-- severity: OTLP severity number
+-- body: text
+-- host: host name
+-- service: OTLP service.name
+-- attributes: all other attributes, as text
+-- received_ns: server Unix ns of the commit
+SELECT * FROM logs {tier:logs}

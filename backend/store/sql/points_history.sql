@@ -1,0 +1,19 @@
+-- All points: those in the database file and those moved to Parquet by tiering. Use it for old steps;
+-- the table `points` alone is faster for the present.
+-- job: job id
+-- attempt: restart count of the job, from 0
+-- rank: global rank; -1 = a foreign source
+-- sequence: order within (job, attempt, rank) over all signals; -1 = a foreign source
+-- lamport: Lamport counter of the rank; -1 = not known
+-- name: metric name
+-- step: optimizer step; -1 = none
+-- time_ns: rank's own Unix ns
+-- monotonic_ns: rank's own monotonic ns; 0 = not known
+-- value: the number; NULL = NaN or not given
+-- unit: UCUM unit
+-- label: parameter, layer or device that the number is about; empty = the whole rank
+-- host: host name
+-- service: OTLP service.name
+-- attributes: all other attributes, as text
+-- received_ns: server Unix ns of the commit
+SELECT * FROM points {tier:points}

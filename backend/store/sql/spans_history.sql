@@ -1,0 +1,24 @@
+-- All spans: those in the database file and those moved to Parquet by tiering. Use it for old steps;
+-- the table `spans` alone is faster for the present.
+-- job: job id
+-- attempt: restart count of the job, from 0
+-- rank: global rank; -1 = a foreign source
+-- sequence: order within (job, attempt, rank) over all signals; -1 = a foreign source
+-- lamport: Lamport counter of the rank; -1 = not known
+-- kind: span name: training.step, training.phase, training.collective, cuda.kernel, or a foreign name
+-- name: phase, collective op or kernel
+-- step: optimizer step; -1 = none
+-- start_ns: start in the rank's own Unix ns
+-- end_ns: end in the rank's own Unix ns; before start_ns = still open
+-- monotonic_ns: start in the rank's own monotonic ns; 0 = not known
+-- group_name: process group as a rank set, like 0-3
+-- group_sequence: order of the call within the group; -1 = not a collective
+-- bytes: payload of a collective in bytes
+-- dtype: element type of a collective
+-- host: host name
+-- service: OTLP service.name
+-- trace_id: OTLP trace id
+-- span_id: OTLP span id
+-- attributes: all other attributes, as text
+-- received_ns: server Unix ns of the commit
+SELECT * FROM spans {tier:spans}
