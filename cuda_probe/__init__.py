@@ -1,1 +1,65 @@
+"""Compiled probes behind a C ABI: build them on this host, ask them what they see and why not.
 
+Nothing here needs CUDA: without a device the answer is a status word and a reason in plain words.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from lanterne.cuda_probe import builder as _build
+
+STATUS_TIMEOUT_S = 30
+
+__all__ = ["available", "build", "describe", "status"]
+
+
+def build() -> dict[str, Any]:
+    """Compile the probes (see :mod:`lanterne.cuda_probe.builder`); the result as plain JSON."""
+    return asdict(_build.build())
+
+
+def available() -> bool:
+    """Is there a build of these very sources?"""
+    return (_build.target_folder() / _build.LIBRARY).exists()
+
+
+def status() -> dict[str, Any]:
+    """What each probe would collect now, and why not where it would not.
+
+    The probe is opened and closed in a child process, so that a faulty driver cannot take this one down.
+    Keys: ``built``, ``collecting``, ``status`` (a word of :class:`lanterne.cuda_probe.abi.Status`), ``reason``,
+    ``cupti_version``, ``clock_error_ns``, ``nvcc``.
+    """
+    base: dict[str, Any] = {"built": available(), "collecting": False, "nvcc": _build.find_nvcc()}
+    if not base["built"]:
+        return {**base, "status": "not-built", "reason": "not compiled yet; run: lanterne probe build"}
+    command = [sys.executable, "-m", "lanterne.cuda_probe.check", str(_build.target_folder() / _build.LIBRARY)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STATUS_TIMEOUT_S, check=False)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {**base, "status": "error", "reason": f"the driver did not answer within {STATUS_TIMEOUT_S} s"}
+    except (ValueError, IndexError):
+        return {**base, "status": "error", "reason": f"the check ended with {done.returncode}: {done.stderr[-300:]}"}
+    return {**base, **found}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A build or status result for people: one line a fact."""
+    lines = []
+    if "compiler" in result:
+        how = "found in the cache" if result["cached"] else "compiled"
+        lines.append(
+            f"probe: {how}: {result['library']}" if result["built"] else f"probe: not built: {result['reason']}"
+        )
+        lines += [f"missing: {tool}" for tool in result["missing"]]
+        if not result["built"]:
+            lines.append(result["reason"])
+    else:
+        lines.append(f"kernel probe: {result['status']}: {result['reason']}")
+    return "\n".join(lines)
