@@ -59,14 +59,13 @@ class _Record(ctypes.Structure):
     )
 
 
+COUNTER_NAMES = (
+    "records", "dropped_by_cupti", "starved_buffers", "buffers", "parse_ns", "cupti_overhead_ns", "names_refused",
+)  # fmt: skip
+
+
 class _Counters(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "records", "dropped_by_cupti", "starved_buffers", "buffers", "parse_ns", "cupti_overhead_ns",
-            "names_refused",
-        )
-    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTER_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class Probe:
         """Records, drops and times so far; see lanterne_probe.h."""
         out = _Counters()
         self._lib.lp_count(ctypes.byref(out))
-        return {name: int(getattr(out, name)) for name, _ in _Counters._fields_}
+        return {name: int(getattr(out, name)) for name in COUNTER_NAMES}
 
     def _name(self, record: _Record) -> str:
         if KIND_NAMES.get(record.kind) == "memcpy":
