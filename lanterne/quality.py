@@ -28,6 +28,7 @@ COUNTERS: Mapping[str, Counter] = {
         Counter("spool_dropped", "data_loss", "shipper", "the backend was away too long: raise LANTERNE_SPOOL_BYTES"),
         Counter("export_retried", "info", "shipper", "the backend answered late or refused; nothing is lost"),
         Counter("export_rejected", "data_loss", "shipper", "the backend refused records for good: read its log"),
+        Counter("collector_error", "notice", "collector", "a hook failed and was skipped: see the rank's notes"),
         Counter("shed", "notice", "collector", "the collector was over its budget and switched a source off"),
         Counter("source_absent", "info", "collector", "a source has nothing to read here (no GPU, no cgroup, …)"),
         Counter("body_refused", "data_loss", "ingest", "a request could not be decoded or was too large"),
