@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import requests
 import zstandard
-from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -146,43 +145,56 @@ def compress(body: bytes, encoding: str) -> bytes:
     return body
 
 
-def batches(drained: Iterable[tuple[Identity, Sequence[Event]]], encodings: Mapping[str, str]) -> list[list[Part]]:
-    """Encode the events of all local ranks into records of up to three parts each.
+def _encode(identity: Identity, events: Sequence[Event], quality: Quality) -> wire.Encoded:
+    """Encode; an event that protobuf refuses (an integer beyond 64 bits, say) is left out and counted."""
+    try:
+        return wire.encode(identity, events)
+    except (ValueError, TypeError):
+        sound = []
+        for event in events:
+            try:
+                wire.encode(identity, [event])
+                sound.append(event)
+            except (ValueError, TypeError):
+                quality.add("export_rejected")
+        return wire.encode(identity, sound)
+
+
+def batches(
+    drained: Iterable[tuple[Identity, Sequence[Event]]], encodings: Mapping[str, str], quality: Quality
+) -> list[Part]:
+    """Encode the events of all local ranks into as few parts as the bounds allow, in order.
 
     OTLP requests may be concatenated (their only field repeats), so one body carries all ranks of the
-    node. A record is cut at ``limits.EXPORT_BATCH_EVENTS`` events or ``limits.EXPORT_BATCH_BYTES`` bytes.
+    node. A body is cut at ``limits.EXPORT_BATCH_EVENTS`` events or ``limits.EXPORT_BATCH_BYTES`` bytes
+    before compression.
     """
-    records: list[list[Part]] = []
-    bodies: dict[str, list[bytes]] = {}
-    counts: dict[str, int] = {}
+    parts: list[Part] = []
+    bodies: dict[str, list[bytes]] = {signal: [] for signal in SIGNALS}
+    counts = dict.fromkeys(SIGNALS, 0)
 
-    def cut() -> None:
-        parts = [
-            Part(s, encodings.get(s, "none"), compress(b"".join(bodies[s]), encodings.get(s, "none")), counts[s])
-            for s in SIGNALS
-            if s in bodies
-        ]
-        if parts:
-            records.append(parts)
-        bodies.clear()
-        counts.clear()
+    def cut(signal: str) -> None:
+        if bodies[signal]:
+            encoding = encodings.get(signal, "none")
+            parts.append(Part(signal, encoding, compress(b"".join(bodies[signal]), encoding), counts[signal]))
+        bodies[signal], counts[signal] = [], 0
 
     for identity, events in drained:
         for start in range(0, len(events), limits.EXPORT_BATCH_EVENTS):
-            encoded = wire.encode(identity, events[start : start + limits.EXPORT_BATCH_EVENTS])
+            encoded = _encode(identity, events[start : start + limits.EXPORT_BATCH_EVENTS], quality)
             for signal in SIGNALS:
                 request = getattr(encoded, signal)
                 if request is None:
                     continue
-                body = request.SerializeToString()
-                if sum(map(len, bodies.get(signal, ()))) + len(body) > limits.EXPORT_BATCH_BYTES:
-                    cut()
-                bodies.setdefault(signal, []).append(body)
-                counts[signal] = counts.get(signal, 0) + _events_of(signal, request)
-            if sum(counts.values()) >= limits.EXPORT_BATCH_EVENTS:
-                cut()
-    cut()
-    return records
+                body, n = request.SerializeToString(), _events_of(signal, request)
+                full = sum(map(len, bodies[signal])) + len(body) > limits.EXPORT_BATCH_BYTES
+                if full or counts[signal] + n > limits.EXPORT_BATCH_EVENTS:
+                    cut(signal)
+                bodies[signal].append(body)
+                counts[signal] += n
+    for signal in SIGNALS:
+        cut(signal)
+    return parts
 
 
 def _events_of(signal: str, request: Any) -> int:
@@ -292,7 +304,7 @@ def _rejected(signal: str, content_type: str, body: bytes) -> int | None:
         return None
     try:
         return int(getattr(kind.FromString(body).partial_success, field))
-    except DecodeError:
+    except Exception:  # protobuf's DecodeError; nothing else is told by a foreign body
         return None
 
 
@@ -355,9 +367,13 @@ class Exporter:
         self.sent_bytes += len(part.body)
         return 0.0
 
+    def reachable(self) -> bool:
+        """Whether the last request was taken, or none was made yet."""
+        return self._failures == 0
+
     def backoff_s(self) -> float:
         """Exponential from ``BACKOFF_FIRST_S`` to ``BACKOFF_MAX_S``, times a random 0.5 to 1."""
-        ceiling = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 16))
+        ceiling: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self._failures - 1, 16))
         return ceiling * self._jitter(0.5, 1.0)
 
     def run(self, stop: threading.Event, wake: threading.Event) -> None:

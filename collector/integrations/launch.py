@@ -1,0 +1,228 @@
+"""``lanterne run -- COMMAND``: any launcher, any script, not a line of the user's code changed.
+
+The command runs as a child with two additions to its environment: the folder with our ``sitecustomize``
+on PYTHONPATH and the ``LANTERNE_*`` settings. Signals go through to it, its exit code comes back, and
+when it died of a signal so does the launcher. stderr is kept for the black box: by torchrun itself
+(``--tee 2``) where the command is torchrun, by us otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from lanterne import limits
+from lanterne.collector.integrations.auto import note_exit
+from lanterne.errors import UsageError
+from lanterne.settings import CollectorSettings, load
+
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+_FROM_TERMINAL = frozenset({"SIGINT", "SIGQUIT", "SIGHUP"})
+_TEE_OPTIONS = ("-r", "--redirects", "-t", "--tee", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs")
+_JOB_OPTIONS = ("--rdzv-id", "--rdzv_id")
+_KEEP_S = 3600.0
+_JOB_VARIABLES = ("LANTERNE_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+
+
+def torchrun_at(command: Sequence[str]) -> int:
+    """Index behind the word(s) that start torchrun, where its options may stand; 0 when it is not torchrun."""
+    for index, word in enumerate(command[:8]):
+        if os.path.basename(word) == "torchrun":
+            return index + 1
+        if word == "-m" and command[index + 1 : index + 2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
+            return index + 2
+    return 0
+
+
+def _options(command: Sequence[str], start: int) -> Iterable[str]:
+    """Option words of torchrun itself, before the script's name."""
+    for word in command[start:]:
+        if word.endswith(".py") or word == "--":
+            return
+        yield word.partition("=")[0]
+
+
+def with_tee(command: Sequence[str], log_dir: str) -> list[str]:
+    """torchrun's command with stderr of every rank kept in files, unless the user chose something of the kind."""
+    at = torchrun_at(command)
+    if not at or any(word in _TEE_OPTIONS for word in _options(command, at)):
+        return list(command)
+    return [*command[:at], "--tee", "2", "--log-dir", log_dir, *command[at:]]
+
+
+def job_name(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """A job id for a launch on one node that has none yet: script and start time; empty where nodes must agree."""
+    at = torchrun_at(command)
+    words = list(_options(command, at)) if at else []
+    several = any(w in ("--nnodes", "--rdzv-endpoint", "--rdzv_endpoint", *_JOB_OPTIONS) for w in words)
+    if several or any(environ.get(name) for name in _JOB_VARIABLES):
+        return ""
+    script = next((Path(w).stem for w in command if w.endswith(".py")), Path(command[0]).name)
+    plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in script)[:80]
+    return f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def environment(settings: CollectorSettings, command: Sequence[str], exits: str) -> dict[str, str]:
+    """The child's environment: ours plus the injected folder and the settings."""
+    environ = dict(os.environ)
+    folder = str(Path(__file__).parent / "inject")
+    environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [environ.get("PYTHONPATH", "")])])
+    environ["LANTERNE_AUTO_ATTACH"] = "1"
+    environ["LANTERNE_ROOT"] = str(Path(__file__).absolute().parents[3])
+    environ["LANTERNE_EXITS"] = exits
+    default = CollectorSettings()
+    for spec in fields(CollectorSettings):
+        value = getattr(settings, spec.name)
+        if value != getattr(default, spec.name):
+            environ[f"LANTERNE_{spec.name.upper()}"] = str(value)
+    name = settings.job or job_name(command, environ)
+    if name:
+        environ["LANTERNE_JOB"] = name
+    return environ
+
+
+class _Forwarder:
+    """Passes signals to the child while it lives; puts the old handlers back afterwards."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._old = {getattr(signal, n): signal.signal(getattr(signal, n), self._handle) for n in _FORWARDED}
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._process is None:
+            self._early.append(number)
+        elif not (signal.Signals(number).name in _FROM_TERMINAL and _in_foreground()):
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        try:
+            self._process.send_signal(number)
+        except OSError:
+            pass
+
+    def to(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        for number in self._early:
+            self._send(number)
+
+    def undo(self) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal sent its signal to the whole group already, the child included."""
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _tee(source: BinaryIO, tail: Path) -> None:
+    """Copy bytes to our stderr as they come; keep the last ``limits.STDERR_TAIL_BYTES`` in ``tail``."""
+    kept = bytearray()
+    shown = True
+    with tail.open("wb", buffering=0) as file:
+        while chunk := os.read(source.fileno(), 64 << 10):
+            if shown:
+                try:
+                    sys.stderr.buffer.write(chunk)
+                    sys.stderr.buffer.flush()
+                except OSError:
+                    shown = False
+            kept += chunk
+            del kept[: -limits.STDERR_TAIL_BYTES]
+            try:
+                os.pwrite(file.fileno(), kept, 0)
+            except OSError:
+                pass
+
+
+def _stderr_is_file() -> bool:
+    try:
+        return os.path.isfile(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        return False
+
+
+def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> int:
+    """Run the command to its end; returns Popen's return code (negative = signal).
+
+    ``folder`` takes the exit notes and the stderr tail. Raises UsageError when the command cannot start.
+    """
+    piped = not torchrun_at(command) and not _stderr_is_file()
+    full = dict(environ)
+    if piped:
+        full["LANTERNE_STDERR"] = str(folder / "stderr")
+    forwarder = _Forwarder()
+    try:
+        process = subprocess.Popen(list(command), env=full, stderr=subprocess.PIPE if piped else None)
+    except OSError as error:
+        forwarder.undo()
+        raise UsageError(f"{command[0]}: cannot be started: {error.strerror}; check the name and PATH") from error
+    forwarder.to(process)
+    pump = None
+    if process.stderr is not None:
+        pump = threading.Thread(target=_tee, args=(process.stderr, folder / "stderr"), daemon=True)
+        pump.start()
+    try:
+        code = process.wait()
+    finally:
+        forwarder.undo()
+    note_exit(str(folder), process.pid, code)
+    if pump is not None:
+        pump.join(timeout=1.0)  # a grandchild may hold the pipe open; what it still writes is its own affair
+    return code
+
+
+def _run_prefix() -> str:
+    return f"lanterne-run-{os.getuid()}-"
+
+
+def _clean_up() -> None:
+    """Remove the folders of launches that ended an hour ago or more: their shippers have read them."""
+    for old in Path(tempfile.gettempdir()).glob(_run_prefix() + "*"):
+        try:
+            pid = int(old.name.removeprefix(_run_prefix()).partition("-")[0])
+            aged = old.stat().st_mtime < time.time() - _KEEP_S and old.stat().st_uid == os.getuid()
+            if aged and not os.path.exists(f"/proc/{pid}"):
+                shutil.rmtree(old, ignore_errors=True)
+        except (OSError, ValueError):
+            continue
+
+
+def main(argv: list[str]) -> int:
+    """Run ``argv`` (a command, with or without a leading ``--``) with Lanterne attached; returns its exit code.
+
+    Dies of the same signal as the command did. Raises :class:`UsageError` for an empty or unknown command.
+    """
+    command = argv[1:] if argv[:1] == ["--"] else list(argv)
+    if not command:
+        raise UsageError("run: no command; write it behind two dashes: lanterne run -- torchrun train.py")
+    settings = load(CollectorSettings)
+    _clean_up()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_run_prefix()}{os.getpid()}-"))
+    environ: Mapping[str, str] = os.environ
+    if not settings.disabled:
+        environ = environment(settings, command, str(folder))
+        command = with_tee(command, str(folder / "ranks"))
+    code = run(command, environ, folder)
+    if code >= 0:
+        return code
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code  # reached only by signals that end no process
