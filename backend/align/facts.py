@@ -77,7 +77,7 @@ def assemble(
         places=_places(frame),
         waits=waits.as_facts(calls, attribution),
         collectives=matching.last_calls(calls),
-        events=_events(frame, clocks),
+        events=_events(frame, clocks) + _disagreements(calls, attribution),
         groups={g: matching.members_of(g) for g in calls.groups if matching.members_of(g)},
         now_ns=now_ns or latest,
         ended=ended or _all_ended(frame.logs, ranks),
@@ -179,6 +179,30 @@ def _events(frame: Frame, clocks: clock.Clocks) -> list[FactEvent]:
         for log, at in zip(logs, times, strict=True)
     ]
     return sorted(found, key=lambda e: e.job_ns)
+
+
+def _disagreements(calls: matching.Calls, a: waits.Attribution) -> list[FactEvent]:
+    """Slots whose members call different things, as events: the odd rank, or no rank where it is a tie."""
+    found = []
+    for miss in matching.mismatches(calls):
+        row = int(np.flatnonzero((calls.sequence == miss.sequence) & (calls.step == miss.step))[0])
+        found.append(
+            FactEvent(
+                name="collective_mismatch",
+                rank=miss.odd[0] if len(miss.odd) == 1 else NO_RANK,
+                step=miss.step,
+                job_ns=int(a.last_ns[row]),
+                attributes={
+                    "group": miss.group,
+                    "group_sequence": miss.sequence,
+                    "what": miss.what,
+                    "odd": ",".join(map(str, miss.odd)),
+                },
+                body=miss.says,
+                ref=f"collectives:{miss.group}/{miss.sequence}",
+            )
+        )
+    return found
 
 
 def step_of(facts: Facts, rank: int) -> int:

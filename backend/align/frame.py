@@ -150,8 +150,8 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int) -> Fr
     Raises whatever the store raises (:class:`lanterne.errors.StoreUnavailable`).
     """
     spans = store.query(
-        "SELECT kind, name, group_name, dtype || coalesce(attributes['lanterne.shape'], '') AS signature, rank, step,"
-        " start_ns, end_ns, monotonic_ns, group_sequence, bytes, host FROM spans"
+        "SELECT kind, name, group_name, dtype || '|' || coalesce(attributes['lanterne.shape'], '') AS signature, rank,"
+        " step, start_ns, end_ns, monotonic_ns, group_sequence, bytes, host FROM spans"
         f" WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ? AND kind IN {_HEAVY}",
         [job, attempt, first_step, last],
     )
@@ -253,7 +253,7 @@ def from_events(sources: Iterable[tuple[Identity, Iterable[Event]]]) -> Frame:
             name=Text.of(e.name for _, e in spans),
             group=Text.of(str(e.attributes.get(wire.GROUP, "")) for _, e in spans),
             signature=Text.of(
-                f"{e.attributes.get(wire.DTYPE, '')}{e.attributes.get('lanterne.shape', '')}" for _, e in spans
+                f"{e.attributes.get(wire.DTYPE, '')}|{e.attributes.get('lanterne.shape', '')}" for _, e in spans
             ),
             rank=ints(i.rank for i, _ in spans),
             step=ints(e.step for _, e in spans),

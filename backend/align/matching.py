@@ -30,6 +30,7 @@ class Calls:
 
     groups: tuple[str, ...]
     ops: tuple[str, ...]
+    signatures: tuple[str, ...]  # dtype|shape
     group: Ints
     sequence: Ints
     rank: Ints
@@ -70,7 +71,8 @@ def members_of(group: str) -> tuple[int, ...]:
 
 
 def arrange(
-    *, groups: Sequence[str], ops: Sequence[str], group: Ints, sequence: Ints, rank: Ints, step: Ints, bytes_: Ints,
+    *, groups: Sequence[str], ops: Sequence[str], signatures: Sequence[str],
+    group: Ints, sequence: Ints, rank: Ints, step: Ints, bytes_: Ints,
     op: Ints, signature: Ints, entered_ns: Ints, completed_ns: Ints, monotonic_ns: Ints,
 ) -> Calls:  # fmt: skip
     """Sort rows into slots. Of a call reported twice (pending, then completed) the completed row stays."""
@@ -88,6 +90,7 @@ def arrange(
     return Calls(
         groups=tuple(groups),
         ops=tuple(ops),
+        signatures=tuple(signatures),
         group=g,
         sequence=s,
         rank=rank[order],
@@ -121,7 +124,7 @@ def from_frame(frame: Frame, extra: Iterable[Collective] = ()) -> Calls:
     return arrange(
         group=joined(spans.group.codes, (code(groups, c.group) for c in more)),
         op=joined(spans.name.codes, (code(ops, c.op) for c in more)),
-        signature=joined(spans.signature.codes, (code(signatures, c.dtype + c.shape) for c in more)),
+        signature=joined(spans.signature.codes, (code(signatures, f"{c.dtype}|{c.shape}") for c in more)),
         sequence=joined(spans.group_sequence, (c.sequence for c in more)),
         rank=joined(spans.rank, (c.rank for c in more)),
         step=joined(spans.step, (c.step for c in more)),
@@ -131,6 +134,7 @@ def from_frame(frame: Frame, extra: Iterable[Collective] = ()) -> Calls:
         monotonic_ns=joined(spans.monotonic_ns, (0 for _ in more)),
         groups=groups,
         ops=ops,
+        signatures=signatures,
     )
 
 
@@ -141,7 +145,10 @@ def from_collectives(rows: Sequence[Collective]) -> Calls:
 
 def as_collective(calls: Calls, row: int) -> Collective:
     """Row ``row`` as the noun."""
+    dtype, _, shape = calls.signatures[calls.signature[row]].partition("|")
     return Collective(
+        dtype=dtype,
+        shape=shape,
         rank=int(calls.rank[row]),
         group=calls.groups[calls.group[row]],
         sequence=int(calls.sequence[row]),

@@ -1,1 +1,45 @@
+"""Detectors: pure functions from Facts to Anomalies, one file each (docs/detectors.md: formula, default, source)."""
 
+from __future__ import annotations
+
+from lanterne.backend.detect import (
+    communication,
+    host,
+    liveness,
+    memory,
+    numerics,
+    precision,
+    replicas,
+    schedule,
+    step_time,
+    storage,
+    straggler,
+)
+from lanterne.backend.detect.base import Levels
+from lanterne.causal.facts import Facts
+from lanterne.nouns import Anomaly
+
+KINDS = (
+    "straggler", "intermittent_straggler", "step_time", "data_stall", "gc_pause", "slow_transfer", "thermal_throttle",
+    "device_error", "hang", "crash", "silent_rank", "collective_mismatch", "out_of_memory", "memory_leak", "nonfinite",
+    "overflow", "loss_scale_collapse", "loss_spike", "loss_spikeness", "grad_spike", "grad_norm", "grad_explosion",
+    "grad_vanishing", "lr_drift", "lr_disagree", "replica_divergence", "seed_mismatch", "checkpoint_stall",
+    "checkpoint_corrupt", "checkpoint_incomplete",
+)  # fmt: skip
+"""Every ``Anomaly.kind`` that a detector may give."""
+
+DETECTORS = (
+    liveness.detect, memory.detect, communication.detect, storage.detect, replicas.detect, precision.detect,
+    straggler.detect, host.detect, step_time.detect,
+)  # fmt: skip
+
+
+def run(facts: Facts, levels: Levels | None = None) -> list[Anomaly]:
+    """All detectors over one window. Worst first, then by first step.
+
+    ``levels`` are the user's fixed levels; without it a level fires only together with the run's own baseline.
+    """
+    found = [anomaly for detector in DETECTORS for anomaly in detector(facts)]
+    found += numerics.detect(facts, levels)
+    found += schedule.detect(facts, levels)
+    return sorted(found, key=lambda a: (a.severity, a.first_step, a.kind))

@@ -1,0 +1,269 @@
+"""Loss and gradients: non-finite values, spikes, explosion and vanishing, with the levels of the contract.
+
+A fixed level (grad_norm > 10, loss_spikeness > 0.35) says little about a run whose gradients are always
+like that. So it fires only when the run's own baseline agrees, or when the user set it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lanterne.backend.detect.base import Levels, events, finding, median, robust_scale, step_at
+from lanterne.causal.facts import Facts, FloatArray
+from lanterne.nouns import Anomaly, EventName, Severity
+
+HISTORY = 50
+HISTORY_MIN = 12
+SPIKE_Z = 8.0
+LOSS_RISE = 3.0
+"""Single-step rise by 200% (contract)."""
+GRAD_SPIKE = 5.0
+EXPLOSION = 1e4
+VANISHING = 1e-6
+VANISHING_STEPS = 20
+QUANTILE = 0.995
+QUANTILE_STEPS = 3
+QUANTILE_RISE = 1.5
+VARIANCE_SIGMAS = 15.0
+
+
+def detect(facts: Facts, levels: Levels | None = None) -> list[Anomaly]:
+    levels = levels or Levels()
+    bad = nonfinite(facts)
+    return [*bad, *spikes(facts, levels), *gradient_level(facts, levels), *vanishing(facts)]
+
+
+def _amp_skipped(facts: Facts) -> set[int]:
+    """Steps that a gradient scaler skipped: non-finite gradients there are the scaler's business."""
+    return {e.step for e in events(facts, EventName.OVERFLOW)}
+
+
+def nonfinite(facts: Facts) -> list[Anomaly]:
+    """The first non-finite value: the rank that had it before the reduction, while all have it afterwards."""
+    skipped = _amp_skipped(facts)
+    seen: list[tuple[int, int, str, str]] = [
+        (step_at(facts, e), e.rank, str(e.attributes.get("where", "gradient")), str(e.attributes.get("parameter", "")))
+        for e in events(facts, EventName.NONFINITE)
+        if e.step not in skipped
+    ]
+    counts = facts.get("grad_nonfinite")
+    for t, r in np.argwhere(np.nan_to_num(counts, posinf=1.0) > 0):
+        if int(facts.steps[t]) not in skipped:
+            seen.append((int(facts.steps[t]), facts.ranks[r], "gradient", ""))
+    for name in ("loss", "grad_norm", "grad_norm_local"):
+        for t, r in np.argwhere(np.isinf(facts.get(name)))[:64]:
+            if int(facts.steps[t]) not in skipped:
+                seen.append((int(facts.steps[t]), facts.ranks[r], name, ""))
+    if not seen:
+        return []
+    first = min(step for step, *_ in seen)
+    last = max(step for step, *_ in seen)
+    at_first = [s for s in seen if s[0] == first]
+    gradient = [s for s in at_first if s[2] in ("gradient", "grad_norm_local", "parameter")] or at_first
+    ranks = sorted({s[1] for s in gradient})
+    rank = ranks[0] if (len(ranks) == 1 and len(facts.ranks) > 1) or len(facts.ranks) == 1 else None
+    parameter = next((s[3] for s in gradient if s[3]), None)
+    where = gradient[0][2]
+    return [
+        finding(
+            facts,
+            "nonfinite",
+            f"non-finite {where.replace('_', ' ')} first at step {first}"
+            + (f" on rank {rank}" if rank is not None else f" on {len(ranks)} ranks at once")
+            + (f", parameter {parameter}" if parameter else ""),
+            severity=Severity.P0,
+            first=first,
+            last=last,
+            score=float(last - first + 1),
+            rank=rank,
+            parameter=parameter,
+            fired_by="event",
+        )
+    ]
+
+
+def _before(x: FloatArray, t: int) -> FloatArray:
+    """Up to HISTORY finite samples before row t."""
+    past = x[max(0, t - 2 * HISTORY) : t]
+    return past[np.isfinite(past)][-HISTORY:]
+
+
+def _jumps(x: FloatArray, ratio: float) -> list[tuple[int, float, float, float]]:
+    """(row, value, median before, z) of samples that leave the band of the HISTORY before them."""
+    found = []
+    finite = np.isfinite(x)
+    if finite.sum() <= HISTORY_MIN:
+        return []
+    ceiling = float(np.median(np.abs(x[finite])))
+    for t in np.flatnonzero(finite & (x > max(ceiling, 0) * min(ratio, 1.5))):
+        past = _before(x, int(t))
+        if len(past) < HISTORY_MIN:
+            continue
+        usual, scale = float(np.median(past)), robust_scale(past)
+        scale = max(scale, 0.05 * abs(usual))
+        z = (float(x[t]) - usual) / scale
+        if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max():
+            found.append((int(t), float(x[t]), usual, z))
+    return found
+
+
+def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:
+    """Jumps of loss and gradient norm, and three steps in a row above the window's 99.5% quantile."""
+    found: list[Anomaly] = []
+    for name, ratio, kind in (
+        ("loss", LOSS_RISE, "loss_spike"),
+        ("grad_norm", GRAD_SPIKE, "grad_spike"),
+        ("grad_norm_local", GRAD_SPIKE, "grad_spike"),
+    ):
+        values = facts.series.get(name)
+        if values is None or not len(facts.ranks):
+            continue
+        common = median(np.where(np.isfinite(values), values, np.nan), axis=1)
+        best = _jumps(common, ratio)
+        rank: int | None = None
+        for r in _suspects(values, ratio):
+            own = _jumps(values[:, r], ratio)
+            if own and (not best or own[0][0] < best[0][0] or (own[0][0] == best[0][0] and own[0][1] > 2 * best[0][1])):
+                best, rank = own, facts.ranks[r]
+        if best:
+            found.append(_spike(facts, name, kind, best, rank, values))
+        elif name == "loss":
+            found += _quantile(facts, common)
+    spikeness = facts.get("loss_spikeness")
+    if "loss_spikeness" in levels.chosen and np.nanmax(spikeness, initial=-np.inf) > levels.loss_spikeness:
+        found.append(_level(facts, "loss_spikeness", spikeness, levels.loss_spikeness))
+    return found
+
+
+def _suspects(values: FloatArray, ratio: float) -> list[int]:
+    """Columns whose largest value stands far above their own median."""
+    finite = np.where(np.isfinite(values), values, np.nan)
+    usual = np.abs(median(finite, axis=0))
+    top = np.nanmax(np.where(np.isnan(finite), -np.inf, finite), axis=0, initial=-np.inf)
+    return [int(r) for r in np.flatnonzero(top > ratio * usual)[:32]]
+
+
+Jump = tuple[int, float, float, float]
+
+
+def _spike(
+    facts: Facts, name: str, kind: str, jumps: list[Jump], rank: int | None, values: FloatArray
+) -> Anomaly:  # fmt: skip
+    t, value, usual, z = jumps[0]
+    first, last = int(facts.steps[t]), int(facts.steps[jumps[-1][0]])
+    if rank is None and len(facts.ranks) > 1:
+        row = values[t]
+        order = np.argsort(np.where(np.isfinite(row), row, -np.inf))
+        if row[order[-1]] > 3 * max(float(row[order[-2]]), 1e-30):
+            rank = facts.ranks[int(order[-1])]
+    whose = f" of rank {rank}" if rank is not None else ""
+    return finding(
+        facts, kind,
+        f"{name.replace('_', ' ')}{whose} rose to {value:.4g} at step {first} "
+        f"({usual:.4g} before, {z:.0f} sigma of the run's own noise)",
+        severity=Severity.P1, first=first, last=last, score=min(z, 1e6), rank=rank, value=value, unit="1",
+        baseline=usual,
+    )  # fmt: skip
+
+
+def _quantile(facts: Facts, loss: FloatArray) -> list[Anomaly]:
+    """Loss above its window's 99.5% quantile, and half again above its median, three steps running."""
+    above = np.zeros(len(loss), bool)
+    for t in range(HISTORY_MIN, len(loss)):
+        past = _before(loss, max(HISTORY_MIN, t - 2))
+        if len(past) >= HISTORY_MIN and np.isfinite(loss[t]):
+            usual = float(np.median(past))
+            above[t] = loss[t] > max(
+                float(np.quantile(past, QUANTILE)),
+                QUANTILE_RISE * abs(usual),
+                usual + SPIKE_Z * max(robust_scale(past), 0.02 * abs(usual)),
+            )
+    streak = np.convolve(above, np.ones(QUANTILE_STEPS), "full")[: len(above)]
+    hit = np.flatnonzero(streak >= QUANTILE_STEPS)
+    if not len(hit):
+        return []
+    t = int(hit[0]) - QUANTILE_STEPS + 1
+    usual = float(np.median(_before(loss, t)))
+    return [
+        finding(
+            facts,
+            "loss_spike",
+            f"loss stayed above the 99.5% quantile of its window for {QUANTILE_STEPS} steps from step "
+            f"{int(facts.steps[t])} ({usual:.4g} -> {float(loss[int(hit[0])]):.4g})",
+            severity=Severity.P1,
+            first=int(facts.steps[t]),
+            last=int(facts.steps[int(hit[-1])]),
+            score=3.0,
+            value=float(loss[int(hit[0])]),
+            unit="1",
+            baseline=usual,
+        )
+    ]
+
+
+def _level(facts: Facts, name: str, values: FloatArray, level: float) -> Anomaly:
+    t, r = (int(i[0]) for i in np.nonzero(values > level))
+    return finding(
+        facts, name, f"{name.replace('_', ' ')} {float(values[t, r]):.3g} is above the level {level:g} that you set",
+        severity=Severity.P1, first=int(facts.steps[t]), last=int(facts.steps[-1]), score=float(values[t, r]) / level,
+        value=float(values[t, r]), unit="1", baseline=level, fired_by="level",
+    )  # fmt: skip
+
+
+def gradient_level(facts: Facts, levels: Levels) -> list[Anomaly]:
+    """Explosion: above 1e4, or above the level and far above the run's own past for several steps."""
+    norm = median(np.where(np.isfinite(facts.get("grad_norm")), facts.get("grad_norm"), np.nan), axis=1)
+    if not np.isfinite(norm).any():
+        return []
+    found: list[Anomaly] = []
+    usual = float(np.nanmedian(norm))
+    over = np.nan_to_num(norm) > levels.grad_norm
+    if "grad_norm" in levels.chosen and over.any():
+        found.append(_level(facts, "grad_norm", norm[:, None], levels.grad_norm))
+    huge = np.flatnonzero(np.nan_to_num(norm) > EXPLOSION)
+    for t in huge[:1]:
+        past = _before(norm, int(t))
+        if (len(past) >= HISTORY_MIN and float(np.median(past)) < EXPLOSION / 10) or usual < EXPLOSION / 10:
+            found.append(
+                finding(
+                    facts,
+                    "grad_explosion",
+                    f"gradient norm {float(norm[t]):.3g} at step {int(facts.steps[t])} is beyond {EXPLOSION:g}",
+                    severity=Severity.P0,
+                    first=int(facts.steps[t]),
+                    last=int(facts.steps[huge[-1]]),
+                    score=float(norm[t]) / EXPLOSION,
+                    value=float(norm[t]),
+                    unit="1",
+                    baseline=usual,
+                    fired_by="level",
+                )
+            )
+    return found
+
+
+def vanishing(facts: Facts) -> list[Anomaly]:
+    """Gradient norm below 1e-6 for a span of steps, in a run that once had larger ones."""
+    norm = median(facts.get("grad_norm"), axis=1)
+    tiny = np.isfinite(norm) & (norm < VANISHING)
+    streak = np.convolve(tiny, np.ones(VANISHING_STEPS), "full")[: len(tiny)]
+    hit = np.flatnonzero(streak >= VANISHING_STEPS)
+    known = norm[np.isfinite(norm)]
+    if not len(hit) or not len(known) or known.max() < 100 * VANISHING:
+        return []
+    t = int(hit[0]) - VANISHING_STEPS + 1
+    return [
+        finding(
+            facts,
+            "grad_vanishing",
+            f"gradient norm below {VANISHING:g} for {VANISHING_STEPS} steps from step {int(facts.steps[t])}",
+            severity=Severity.P1,
+            first=int(facts.steps[t]),
+            last=int(facts.steps[int(hit[-1])]),
+            score=VANISHING / max(float(norm[t]), 1e-30),
+            value=float(norm[t]),
+            unit="1",
+            baseline=float(np.median(known)),
+            fired_by="level",
+        )
+    ]

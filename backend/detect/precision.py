@@ -1,0 +1,92 @@
+"""Mixed precision: repeated overflow, and a loss scale that collapses. A few skipped steps are how scalers work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lanterne.backend.detect.base import attribute, events, finding, median
+from lanterne.causal.facts import Facts
+from lanterne.nouns import Anomaly, EventName, Severity
+
+OVERFLOWS = 3
+WITHIN_STEPS = 20
+SETTLING_STEPS = 10
+"""A scaler that starts too high halves itself for the first steps."""
+SCALE_FLOOR = 1.0
+COLLAPSE = 64.0
+
+
+def detect(facts: Facts) -> list[Anomaly]:
+    skipped: dict[int, set[int]] = {}
+    for event in events(facts, EventName.OVERFLOW):
+        skipped.setdefault(event.step, set()).add(event.rank)
+    steps = np.array(sorted(s for s in skipped if s >= SETTLING_STEPS), np.int64)
+    return [*_repeated(facts, skipped, steps), *_collapse(facts, steps)]
+
+
+def _repeated(facts: Facts, skipped: dict[int, set[int]], steps: np.ndarray) -> list[Anomaly]:
+    if len(steps) < OVERFLOWS:
+        return []
+    dense = np.flatnonzero(steps[OVERFLOWS - 1 :] - steps[: len(steps) - OVERFLOWS + 1] <= WITHIN_STEPS)
+    if not len(dense):
+        return []
+    first, last = int(steps[dense[0]]), int(steps[-1])
+    rank = _culprit(facts, skipped, [int(s) for s in steps if s >= first])
+    scale = [attribute(e, "scale_after") for e in events(facts, EventName.OVERFLOW) if e.step >= first]
+    count = int((steps >= first).sum())
+    return [
+        finding(
+            facts,
+            "overflow",
+            f"{count} steps skipped for overflow since step {first}"
+            + (f", loss scale down to {scale[-1]:g}" if scale and np.isfinite(scale[-1]) else "")
+            + (f"; rank {rank} had the non-finite gradients before the reduction" if rank is not None else ""),
+            severity=Severity.P1,
+            first=first,
+            last=last,
+            score=float(count),
+            rank=rank,
+            value=float(count),
+            unit="{step}",
+            baseline=0.0,
+            fired_by="event",
+        )
+    ]
+
+
+def _culprit(facts: Facts, skipped: dict[int, set[int]], steps: list[int]) -> int | None:
+    """The one rank with non-finite local gradients in these steps; else the one rank that skipped."""
+    rows = np.flatnonzero(np.isin(facts.steps, steps))
+    local = np.nan_to_num(facts.get("grad_nonfinite")[rows], posinf=1.0) > 0
+    if local.any():
+        ranks = np.flatnonzero(local.any(axis=0))
+        return facts.ranks[int(ranks[0])] if len(ranks) == 1 else None
+    who = set().union(*(skipped[s] for s in steps)) if steps else set()
+    return next(iter(who)) if len(who) == 1 and len(facts.ranks) > 1 else None
+
+
+def _collapse(facts: Facts, skipped: np.ndarray) -> list[Anomaly]:
+    """The scale fell under 1, or by more than 64 times since its highest, and did not come back."""
+    scale = median(facts.get("loss_scale"), axis=1)
+    known = np.flatnonzero(np.isfinite(scale) & (facts.steps >= SETTLING_STEPS))
+    if len(known) < 2 or not len(skipped):
+        return []
+    top, now = float(scale[known].max()), float(scale[known[-1]])
+    if now > 0 and (now < SCALE_FLOOR <= top or top / now > COLLAPSE):
+        low = known[scale[known] <= top / COLLAPSE] if top / now > COLLAPSE else known[scale[known] < SCALE_FLOOR]
+        first = int(facts.steps[low[0]])
+        return [
+            finding(
+                facts,
+                "loss_scale_collapse",
+                f"the loss scale fell from {top:g} to {now:g}",
+                severity=Severity.P1,
+                first=first,
+                last=int(facts.steps[known[-1]]),
+                score=top / now,
+                value=now,
+                unit="1",
+                baseline=top,
+            )
+        ]
+    return []

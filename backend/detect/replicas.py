@@ -1,0 +1,101 @@
+"""Replicas must agree: on their parameters, and on what should be seeded alike."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from lanterne.backend.detect.base import events, finding, median
+from lanterne.causal.facts import Facts
+from lanterne.nouns import Anomaly, AttributeValue, EventName, Severity
+
+RELATIVE = 1e-7
+"""Replicas of one parameter are bit-equal after a synchronous step; this only absorbs the sum's own rounding."""
+CONFIRM = 2
+
+
+def detect(facts: Facts) -> list[Anomaly]:
+    return [*divergence(facts), *seeds(facts)]
+
+
+def divergence(facts: Facts) -> list[Anomaly]:
+    """Checksums of replicated parameters that differ from the majority's in two checks or in the last one."""
+    sums = facts.get("parameter_checksum")
+    rows = np.flatnonzero(np.isfinite(sums).sum(axis=1) >= 2)
+    if not len(rows):
+        return []
+    x = sums[rows]
+    usual = median(x, axis=1)[:, None]
+    if x.shape[1] == 2:
+        usual = x[:, :1]
+    odd = np.isfinite(x) & (np.abs(x - usual) > RELATIVE * np.maximum(np.abs(usual), 1e-12))
+    wrong = np.flatnonzero(odd.any(axis=1))
+    if len(wrong) < min(CONFIRM, len(rows)) or not len(wrong):
+        return []
+    often = odd.sum(axis=0)
+    r = int(often.argmax())
+    clear = x.shape[1] > 2 and (often > 0).sum() == 1
+    first, last = int(facts.steps[rows[wrong[0]]]), int(facts.steps[rows[wrong[-1]]])
+    rank = facts.ranks[r] if clear else None
+    who = f"rank {rank}" if clear else f"{int((often > 0).sum())} ranks"
+    gap = float(np.nanmax(np.abs(x[wrong[0]] - usual[wrong[0]])))
+    return [
+        finding(
+            facts,
+            "replica_divergence",
+            f"the parameters of {who} differ from the other replicas' since the check at step {first}",
+            severity=Severity.P0,
+            first=first,
+            last=last,
+            score=float(len(wrong)),
+            rank=rank,
+            value=gap,
+            unit="1",
+            baseline=0.0,
+        )
+    ]
+
+
+def seeds(facts: Facts) -> list[Anomaly]:
+    """A seed that one rank has and the rest have not: neither all equal, nor all different by plan."""
+    said: dict[str, dict[int, AttributeValue]] = defaultdict(dict)
+    for event in events(facts, EventName.SEED):
+        for key, value in event.attributes.items():
+            if key not in ("host", "library") and isinstance(value, (int, float, str)):
+                said[key][event.rank] = value
+    for key, values in sorted(said.items()):
+        if len(values) < 3:
+            continue
+        counts = Counter(values.values())
+        common, n = counts.most_common(1)[0]
+        odd = sorted(r for r, v in values.items() if v != common)
+        if not odd or n < 2 or n <= len(values) / 2:
+            odd, common = _off_pattern(values)
+        if odd and len(odd) <= max(1, len(values) // 3):
+            rank = odd[0] if len(odd) == 1 else None
+            return [
+                finding(
+                    facts,
+                    "seed_mismatch",
+                    f"{key} of rank {', '.join(map(str, odd))} is {values[odd[0]]}, the others have {common}",
+                    severity=Severity.P1,
+                    first=int(facts.steps[0]) if len(facts.steps) else 0,
+                    last=int(facts.steps[-1]) if len(facts.steps) else 0,
+                    score=float(len(values) - len(odd)),
+                    rank=rank,
+                    fired_by="event",
+                )
+            ]
+    return []
+
+
+def _off_pattern(values: dict[int, AttributeValue]) -> tuple[list[int], str]:
+    """Ranks that leave the pattern ``seed = base + rank``, where a clear majority keeps to it."""
+    numbers = {r: v for r, v in values.items() if isinstance(v, int) and not isinstance(v, bool)}
+    if len(numbers) < 4:
+        return [], ""
+    base, n = Counter(v - r for r, v in numbers.items()).most_common(1)[0]
+    if n <= len(numbers) / 2:
+        return [], ""
+    return sorted(r for r, v in numbers.items() if v - r != base), f"{base} + rank"
