@@ -23,6 +23,7 @@ rss_bytes cgroup_bytes gpu_allocated_bytes gpu_reserved_bytes shm_bytes
 gpu_clock_mhz gpu_temperature_c gpu_throttle (bit mask) gpu_power_w gpu_ecc_errors
 host_cpu_percent host_steal_percent host_runqueue process_cpu_ms (CPU time of the rank in the step)
 loader_ms           time a loader worker took for the batch   net_retries  disk_ms
+send_queue_bytes    written to TCP sockets and not taken by the network: piles up in front of a slow link
 parameter_checksum  replicated parameters or synchronised gradients, equal on healthy replicas
 =================== ===========================================================================
 """

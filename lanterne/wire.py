@@ -70,6 +70,7 @@ UNITS: Mapping[str, str] = {
     "system.cpu.runqueue": "{process}",
     "system.network.io": "By",
     "system.network.retransmits": "{packet}",
+    "system.network.send_queue": "By",
     "system.disk.io_time": "s",
     "system.shm.usage": "By",
 }
