@@ -20,9 +20,9 @@ from lanterne.backend.store.records import (
     PolicyRecord,
     rfc3339,
 )
-from lanterne.backend.store.signing import sign
 from lanterne.errors import CommandRefused
 from lanterne.nouns import to_json
+from lanterne.orders import check_shape, sign
 
 
 def _record(row: CommandRow) -> CommandRecord:
@@ -69,7 +69,8 @@ class Commands(Jobs):
         """A signed command with the attempt's next counter; state ``pending`` or ``proposed`` (to be approved).
 
         With an ``idempotency_key`` used before, the command made then is returned and nothing is added.
-        Raises :class:`CommandRefused` on an age beyond ``limits.COMMAND_AGE_S_MAX`` or another first state.
+        Raises :class:`CommandRefused` on an action, parameter or rank outside ``lanterne.orders``, an age beyond
+        ``limits.COMMAND_AGE_S_MAX``, or another first state.
         """
         if not 0 < expires_s <= limits.COMMAND_AGE_S_MAX:
             raise CommandRefused(f"expires_s: {expires_s} is outside 0 to {limits.COMMAND_AGE_S_MAX}")
@@ -103,7 +104,8 @@ class Commands(Jobs):
                 timestamps=dumps({state: rfc3339(now)}),
                 results="[]",
             )
-            row.signature = sign(private, _record(row).wire)
+            row.signature = sign(_record(row).wire, private.hex())["signature"]
+            check_shape(_record(row).wire)
             session.add(row)
             session.flush()
             return _record(row)
@@ -126,7 +128,7 @@ class Commands(Jobs):
             row.counter = (session.scalar(last) or 0) + 1
             row.state, row.author = "pending", row.author or actor
             row.timestamps = dumps(json.loads(row.timestamps) | {"pending": rfc3339(now)})
-            row.signature = sign(private, _record(row).wire)
+            row.signature = sign(_record(row).wire, private.hex())["signature"]
             session.flush()
             return _record(row)
 

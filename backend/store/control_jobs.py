@@ -11,8 +11,8 @@ from sqlalchemy import func, select
 from lanterne.backend.store.database import Database, dumps
 from lanterne.backend.store.models import Attempt, Job, JobKey, Rank
 from lanterne.backend.store.records import AttemptRecord, JobRecord, RankRecord
-from lanterne.backend.store.signing import new_pair
 from lanterne.nouns import NO_RANK, Identity
+from lanterne.orders import generate_key
 
 
 def _rank_record(row: Rank, world_size: int) -> RankRecord:
@@ -139,7 +139,7 @@ class Jobs(Database):
         with self.reading() as session:
             row = session.get(JobKey, job)
         if row is None:
-            private, public = new_pair()
+            private, public = (bytes.fromhex(half) for half in generate_key())
             values = {"job": job, "private": private, "public": public, "created_ns": self.clock.unix_ns()}
             with self.writing() as session:
                 session.execute(self._insert(JobKey).on_conflict_do_nothing(index_elements=["job"]), values)

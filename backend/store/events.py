@@ -311,12 +311,7 @@ class EventStore:
         derived = [(o.table, o.rows) for o in orders if o.rows is not None]
         try:
             receipts = iter(writing.commit(found, derived, now))
-        except (
-            duckdb.ConversionException,
-            duckdb.ConstraintException,
-            duckdb.InvalidInputException,
-            pa.ArrowInvalid,
-        ) as error:
+        except _BAD_ROWS as error:
             if len(orders) == 1:
                 raise LanterneError(f"rows refused by the event store: {error}") from error
             for order in orders:  # one bad batch must not fail the others
