@@ -108,6 +108,7 @@ class Facts:
     ranks_expected: int = 0
     ranks: tuple[int, ...] = ()  # [R], the columns of every series
     steps: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T]
+    step_start_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] job clock; empty = not known
     series: Mapping[str, FloatArray] = field(default_factory=dict)  # name -> [T, R]
     places: Mapping[int, Place] = field(default_factory=dict)
     waits: Waits = field(default_factory=Waits)

@@ -11,7 +11,7 @@ from lanterne.backend.align import clocks as clock
 from lanterne.backend.align import frame as rows
 from lanterne.backend.align import matching, series, waits
 from lanterne.backend.align.frame import Frame, Log, Store
-from lanterne.causal.facts import FactEvent, Facts, Place
+from lanterne.causal.facts import FactEvent, Facts, IntArray, Place
 from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, Collective, Event, EventName, Identity, Quality
 
 LAST_STEPS = 400
@@ -73,6 +73,7 @@ def assemble(
         ranks_expected=expected or len(ranks),
         ranks=tuple(ranks),
         steps=axes.steps,
+        step_start_ns=_step_starts(axes, clocks),
         series=found,
         places=_places(frame),
         waits=waits.as_facts(calls, attribution),
@@ -203,6 +204,19 @@ def _disagreements(calls: matching.Calls, a: waits.Attribution) -> list[FactEven
             )
         )
     return found
+
+
+def _step_starts(axes: series.Grid, clocks: clock.Clocks) -> IntArray:
+    """Job time at which the first rank began each step, [T]."""
+    ranks = np.broadcast_to(axes.ranks, axes.shape).reshape(-1)
+    own = axes.start_ns.reshape(-1)
+    known = own > 0
+    late = np.iinfo(np.int64).max
+    at = np.full(len(own), late, np.int64)
+    if known.any():
+        at[known] = clocks.job_ns(ranks[known], own[known])
+    first = at.reshape(axes.shape).min(axis=1, initial=late)
+    return np.where(first < late, first, 0)
 
 
 def step_of(facts: Facts, rank: int) -> int:
