@@ -119,10 +119,15 @@ class Injector:
     def loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """The loss before backward."""
         if self.on("slow-backward", step):
-            loss.register_hook(lambda grad: (_compute(self.delay_s), grad)[1])
+            loss.register_hook(lambda grad: (self.backward(step), grad)[1])
         if self.on("overflow", step):
             return loss * 3e4
         return loss
+
+    def backward(self, step: int) -> None:
+        """At the start of the backward pass."""
+        if self.on("slow-backward", step):
+            _compute(self.delay_s)
 
     def gradients(self, step: int, model: torch.nn.Module) -> None:
         """Once, before the first step: hooks on a parameter's gradient, before the reduction."""
