@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,12 +29,19 @@ def build_facts(
     ``now_ns`` is the reader's Unix time (0: the latest time seen). ``ended`` says that silence is final.
     Raises :class:`lanterne.errors.StoreUnavailable` when the store cannot answer.
     """
-    last = rows.last_step(store, job, attempt)
-    first = max(0, last - last_steps + 1) if first_step is None else first_step
-    frame = rows.read(store, job, attempt, first, max(last, first))
+    frame = read_window(store, job, attempt, last_steps, first_step=first_step)
     return assemble(
         frame, now_ns=now_ns, ended=ended, ranks_expected=ranks_expected, dropped=dropped, sources=("live",)
-    )
+    )[0]
+
+
+def read_window(
+    store: Store, job: str, attempt: int, last_steps: int = LAST_STEPS, *, first_step: int | None = None
+) -> Frame:
+    """The rows of the last ``last_steps`` steps of an attempt, or of ``first_step`` and later."""
+    last = rows.last_step(store, job, attempt)
+    first = max(0, last - last_steps + 1) if first_step is None else first_step
+    return rows.read(store, job, attempt, first, max(last, first))
 
 
 def facts_from_events(
@@ -42,18 +50,16 @@ def facts_from_events(
     """Facts of plain events, one (identity, events) pair a rank: the offline way to the same answer."""
     pairs = [(identity, list(events)) for identity, events in sources]
     expected = max((identity.world_size for identity, _ in pairs), default=0)
-    facts = assemble(rows.from_events(pairs), ended=ended, ranks_expected=expected, sources=(source,))
+    facts, _ = assemble(rows.from_events(pairs), ended=ended, ranks_expected=expected, sources=(source,))
     places = {i.rank: Place(host=i.host, device=i.device, mesh=dict(i.mesh)) for i, _ in pairs}
-    from dataclasses import replace
-
     return replace(facts, places={**facts.places, **places})
 
 
 def assemble(
     frame: Frame, *, now_ns: int = 0, ended: bool = False, ranks_expected: int = 0, dropped: int = 0,
     sources: Sequence[str] = (),
-) -> Facts:  # fmt: skip
-    """Facts of a frame. Everything after this is pure and knows neither store nor files."""
+) -> tuple[Facts, clock.Clocks]:  # fmt: skip
+    """Facts of a frame and the clocks under them. Everything after this is pure: neither store nor files."""
     pending = pending_calls(frame.logs)
     calls = matching.from_frame(frame, pending)
     ranks = _ranks(frame, calls)
@@ -67,7 +73,7 @@ def assemble(
     found |= series.waiting(calls, attribution, axes, found["step_ms"])
     expected = max(ranks_expected, _world_size(frame.logs))
     latest = max(int(axes.end_ns.max(initial=0)), max((log.time_ns for log in frame.logs), default=0))
-    return Facts(
+    facts = Facts(
         job=frame.job,
         attempt=frame.attempt,
         ranks_expected=expected or len(ranks),
@@ -89,6 +95,7 @@ def assemble(
             clock_error_ns=clocks.median_error_ns() if ranks else None,
         ),
     )
+    return facts, clocks
 
 
 def _ranks(frame: Frame, calls: matching.Calls) -> list[int]:

@@ -1,0 +1,318 @@
+"""The way of one step's events, from the store to a verdict and a remedy. It reads like DESIGN section 5:
+
+events of a job are in the store -> ``align`` makes offsets, order and waits -> ``detect`` returns anomalies
+-> ``incidents`` joins them -> ``causal.diagnose`` ranks the causes -> the policy decides and the dispatcher
+writes a command -> its outcome is an event again. Nothing calls backwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
+from lanterne.backend.align.facts import assemble, build_facts, read_window
+from lanterne.backend.incidents import Case, family
+from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
+from lanterne.backend.store.batch import Batch
+from lanterne.backend.store.control import ControlStore
+from lanterne.backend.store.events import EventStore
+from lanterne.backend.store.records import AttemptRecord, IncidentRecord
+from lanterne.causal.facts import Facts
+from lanterne.clock import Clock, SystemClock
+from lanterne.errors import LanterneError
+from lanterne.nouns import NO_RANK, Incident, IncidentStatus, Report
+from lanterne.settings import ServerSettings
+
+__all__ = ["LiveRunner", "React", "judge", "report"]
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.6
+REST_FACTOR = 3.0
+"""An evaluation that took t seconds is followed by at least this times t of rest: a quarter of a core at most."""
+IDLE_CHECK_S = 2.0
+ACTIVE_S = 900.0
+"""Jobs silent for longer are left alone until they speak again."""
+CLOCKS_EVERY_S = 5.0
+LIVE_STEPS = 400
+WHOLE_STEPS = 2_000
+"""Steps of the report of a whole attempt; earlier incidents come from the control store."""
+
+React = Callable[[Incident, Facts], Incident | None]
+"""The policy's door: given an incident and the facts, decide and dispatch; returns the incident with its new
+status and ledger, or None when nothing changed."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What the runner remembers of one attempt."""
+
+    cases: list[Case] = field(default_factory=list)
+    saved: dict[str, Incident] = field(default_factory=dict)
+    waits_until: int | None = None
+    clock_at_ns: int = 0
+    last_ns: int = 0
+
+
+class LiveRunner:
+    """Watches all active jobs on one daemon thread; cheap while nothing comes in."""
+
+    def __init__(
+        self,
+        store: EventStore,
+        control: ControlStore,
+        settings: ServerSettings,
+        *,
+        clock: Clock | None = None,
+        react: React | None = None,
+    ) -> None:
+        self.store, self.control, self.settings = store, control, settings
+        self.clock: Clock = clock or SystemClock()
+        self.react = react
+        self.evaluations = 0
+        self._dirty: set[tuple[str, int]] = set()
+        self._watched: dict[tuple[str, int], _Watched] = {}
+        self._lock = threading.Lock()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._unsubscribe: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Subscribe to the store and start the thread. Jobs that were active before are picked up as well."""
+        self._unsubscribe = self.store.subscribe(self._committed)
+        self._pick_up()
+        self._thread = threading.Thread(target=self._run, name="lanterne-pipeline", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; waits for an evaluation in progress. Safe to call twice."""
+        self._stop.set()
+        self._wake.set()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+            self._thread = None
+
+    def _pick_up(self) -> None:
+        since = self.clock.unix_ns() - int(ACTIVE_S * 1e9)
+        recent = [job.attempt for job in self.control.jobs(limit=200) if job.last_seen_ns >= since]
+        with self._lock:
+            self._dirty |= {(a.job, a.attempt) for a in recent if a is not None}
+        self._wake.set()
+
+    def _committed(self, batches: Sequence[Batch]) -> None:
+        """After a commit, on the writer's thread: note who spoke."""
+        keys = {(run.job, run.attempt) for batch in batches for run in batch.runs if run.rank != NO_RANK}
+        if keys:
+            with self._lock:
+                self._dirty |= keys
+            self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(IDLE_CHECK_S)
+            if self._stop.is_set():
+                return
+            self._wake.clear()
+            began = self.clock.monotonic_ns()
+            try:
+                self.run_once()
+            except Exception:  # one bad job must not end the watch over the others
+                log.exception("pipeline: an evaluation failed")
+            took_s = (self.clock.monotonic_ns() - began) / 1e9
+            self._stop.wait(max(PERIOD_S, REST_FACTOR * took_s))
+
+    def run_once(self) -> int:
+        """Evaluate every attempt with new data, and those that went quiet with an open end; returns how many."""
+        with self._lock:
+            keys, self._dirty = self._dirty, set()
+        now = self.clock.unix_ns()
+        quiet = {
+            key
+            for key, watched in self._watched.items()
+            if key not in keys and any(case.open for case in watched.cases) and now - watched.last_ns < ACTIVE_S * 1e9
+        }
+        for key in sorted(keys | quiet):
+            try:
+                self.evaluate(*key)
+            except LanterneError as error:
+                log.warning("pipeline: job %s attempt %d: %s", *key, error)
+                with self._lock:
+                    self._dirty.add(key)
+        return len(keys)
+
+    # --- one evaluation ---
+
+    def evaluate(self, job: str, attempt: int) -> Judgement:
+        """Build the facts, judge them, save what is new, let the policy react."""
+        key = (job, attempt)
+        watched = self._watched.get(key)
+        if watched is None:
+            watched = self._watched[key] = _Watched(cases=known_cases(self.control, job, attempt))
+        now = self.clock.unix_ns()
+        frame = read_window(self.store, job, attempt, LIVE_STEPS)
+        expected = _world_size(self.control, job, attempt)
+        facts, clocks = assemble(frame, now_ns=now, ranks_expected=expected, sources=("live",))
+        judgement = evaluate(facts, watched.cases, now_ns=now)
+        watched.cases = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
+        watched.last_ns = now
+        self._keep_waits(job, attempt, watched, facts)
+        self._keep_clocks(job, attempt, watched, facts, clocks)
+        self.evaluations += 1
+        return Judgement(report=report_of(facts, watched.cases), cases=tuple(watched.cases))
+
+    def _settle(self, job: str, attempt: int, watched: _Watched, case: Case, facts: Facts) -> Case:
+        """Save a case that changed, then hand it to the policy and save what that did."""
+        current = self.control.incident(case.incident.id)
+        case = _merged(case, current)
+        self._save(job, attempt, watched, case)
+        if self.react is not None and case.open and case.incident.causes:
+            changed = self.react(case.incident, facts)
+            if changed is not None:
+                case = replace(case, incident=changed)
+                self._save(job, attempt, watched, case)
+        return case
+
+    def _save(self, job: str, attempt: int, watched: _Watched, case: Case) -> None:
+        if watched.saved.get(case.incident.id) == case.incident:
+            return
+        verdict = case.diagnosis.verdict if case.diagnosis is not None else sentence(case)
+        self.control.save_incident(job, attempt, case.incident, fingerprint=case.fingerprint, verdict=verdict)
+        if case.diagnosis is not None:
+            self.control.save_graph(case.incident.id, graph_of(case.diagnosis))
+        watched.saved[case.incident.id] = case.incident
+
+    def _keep_waits(self, job: str, attempt: int, watched: _Watched, facts: Facts) -> None:
+        """Append the waits of steps that all ranks have finished, once each, for the API's views."""
+        if watched.waits_until is None:
+            found = self.store.rows(
+                "SELECT max(step) AS m FROM waits WHERE job = ? AND attempt = ?", [job, attempt]
+            )  # a server that was restarted goes on where it was
+            watched.waits_until = int(found[0]["m"]) if found and found[0]["m"] is not None else -1
+        done = np.isfinite(facts.get("step_ms"))
+        if not done.any():
+            return
+        last = len(facts.steps) - 1 - done[::-1].argmax(axis=0)
+        ready = int(facts.steps[int(last[done.any(axis=0)].min())])
+        w = facts.waits
+        rows = np.flatnonzero((w.step > watched.waits_until) & (w.step <= ready))
+        if not len(rows):
+            return
+        self.store.append_waits(
+            {
+                "job": [job] * len(rows),
+                "attempt": [attempt] * len(rows),
+                "group_name": [w.group[g] for g in w.group_index[rows]],
+                "group_sequence": w.sequence[rows],
+                "step": w.step[rows],
+                "rank": w.rank[rows],
+                "bytes": w.bytes[rows],
+                "lateness_ms": w.lateness_ms[rows],
+                "wait_ms": w.wait_ms[rows],
+                "transfer_ms": w.transfer_ms[rows],
+                "error_ms": w.error_ms[rows],
+            }
+        )
+        watched.waits_until = ready
+
+    def _keep_clocks(self, job: str, attempt: int, watched: _Watched, facts: Facts, clocks: Clocks) -> None:
+        """Append each rank's offset now and then, for the API's rank list."""
+        if facts.now_ns - watched.clock_at_ns < CLOCKS_EVERY_S * 1e9 or not facts.ranks or not len(facts.steps):
+            return
+        found = [clocks.at(rank, facts.now_ns) for rank in facts.ranks]
+        found = [c for c in found if c.error_ns < UNKNOWN_NS]
+        if not found:
+            return
+        self.store.append_clocks(
+            {
+                "job": [job] * len(found),
+                "attempt": [attempt] * len(found),
+                "rank": [c.rank for c in found],
+                "at_ns": [c.at_ns for c in found],
+                "offset_ns": [c.offset_ns for c in found],
+                "error_ns": [c.error_ns for c in found],
+                "drift_ppm": [c.drift_ppm for c in found],
+            }
+        )
+        watched.clock_at_ns = facts.now_ns
+
+
+def _merged(case: Case, current: IncidentRecord | None) -> Case:
+    """What people and policies wrote in the meantime wins over what this thread remembers."""
+    if current is None:
+        return case
+    stored, mine = current.incident, case.incident
+    ledger = {**mine.ledger, **stored.ledger}
+    theirs = stored.status in (IncidentStatus.ACTING, IncidentStatus.VERIFYING, IncidentStatus.DISMISSED)
+    status = stored.status if theirs or (not case.open and stored.status == mine.status) else mine.status
+    return replace(case, incident=replace(mine, ledger=ledger, status=status))
+
+
+def known_cases(control: ControlStore, job: str, attempt: int) -> list[Case]:
+    """Incidents that an earlier life of the server saved, as cases to go on with."""
+    cases = []
+    for record in control.incidents(job, attempt=attempt):
+        incident = record.incident
+        first = incident.opened_step or 0
+        since = [c.since_step for c in incident.causes if c.since_step is not None]
+        cases.append(
+            Case(
+                incident=incident,
+                fingerprint=record.fingerprint,
+                first_step=min([first, *since]),
+                last_step=max([first, *since]),
+                families=frozenset({family(incident.kind)}),
+            )
+        )
+    return cases
+
+
+def _attempt(control: ControlStore, job: str) -> AttemptRecord | None:
+    found = control.job(job)
+    return None if found is None else found.attempt
+
+
+def _world_size(control: ControlStore, job: str, attempt: int) -> int:
+    found = control.job(job)
+    sizes = [a.world_size for a in found.attempts if a.attempt == attempt] if found is not None else []
+    return max(sizes, default=0)
+
+
+def report(
+    store: EventStore, control: ControlStore, job: str, attempt: int | None = None, *, clock: Clock | None = None
+) -> Report:
+    """The report of a job's attempt (the newest one by default), over the whole attempt; the job may be over.
+
+    Incidents keep the identity, status and ledger under which the control store knows them. Raises
+    LanterneError when the job is not known.
+    """
+    newest = _attempt(control, job)
+    if newest is None:
+        raise LanterneError(f"job {job!r} is not known; see GET /api/v1/jobs")
+    chosen = newest.attempt if attempt is None else attempt
+    now = (clock or SystemClock()).unix_ns()
+    facts = build_facts(store, job, chosen, WHOLE_STEPS, now_ns=now, ranks_expected=_world_size(control, job, chosen))
+    known = known_cases(control, job, chosen)
+    judgement = evaluate(facts, known, now_ns=now)
+    stored = {record.incident.id: record for record in control.incidents(job, attempt=chosen)}
+    cases = [_merged(case, stored.get(case.incident.id)) for case in judgement.cases]
+    first = int(facts.steps[0]) if len(facts.steps) else 0
+    return report_of(facts, [case for case in cases if _stands(case, first)])
+
+
+def _stands(case: Case, first_step: int) -> bool:
+    """A case that the whole attempt shows, that lies before its window, or that led somewhere."""
+    if case.anomalies and not case.missed:
+        return shown(case)
+    before = case.first_step < first_step
+    led = case.incident.status in (IncidentStatus.ACTING, IncidentStatus.VERIFYING, IncidentStatus.RESOLVED)
+    return shown(case) and (before or led)
