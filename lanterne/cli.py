@@ -6,16 +6,17 @@ light install works without the server extra.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lanterne import __version__
-from lanterne.errors import LanterneError, MissingExtra, UsageError
+from lanterne.cli_admin import register
+from lanterne.cli_base import Json, finish, need, print_json
+from lanterne.errors import LanterneError, UsageError
 
 app = typer.Typer(
     name="lanterne",
@@ -25,42 +26,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-policy_app = typer.Typer(help="Policies: what may be done, when, and how often.", no_args_is_help=True)
-checkpoint_app = typer.Typer(help="Checkpoints: are all pieces there, and whole?", no_args_is_help=True)
-probe_app = typer.Typer(help="The compiled CUDA and NCCL probes.", no_args_is_help=True)
-token_app = typer.Typer(help="Access tokens of the server.", no_args_is_help=True)
-for name, sub in (("policy", policy_app), ("checkpoint", checkpoint_app), ("probe", probe_app), ("token", token_app)):
-    app.add_typer(sub, name=name)
-
-Json = Annotated[bool, typer.Option("--json", help="Print the machine form on stdout and nothing else there.")]
-Data = Annotated[str, typer.Option("--data", help="The server's data folder.", envvar="LANTERNE_DATA")]
-
-
-def _need(module: str, extra: str = "server") -> Any:
-    """Import a part of Lanterne, turning a missing dependency into the pip command that mends it."""
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("lanterne"):
-            raise
-        raise MissingExtra(f"{error.name} is not installed; run: pip install 'lanterne[{extra}]'") from error
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def _finish(report: dict[str, Any], as_json: bool) -> None:
-    """Print a report and leave with its exit code."""
-    if as_json:
-        _print_json(report)
-    else:
-        from lanterne.cli_report import print_report
-
-        print_report(report, Console())
-    raise typer.Exit(0 if report.get("healthy") else 1)
 
 
 def _version(asked: bool) -> None:
@@ -96,7 +61,7 @@ def demo(
 
     Example: `lanterne demo --fault slow-rank --rank 2 --exit --json`
     """
-    _need("lanterne.backend.app")
+    need("lanterne.backend.app")
     from lanterne.demo import Demo, DemoOptions
 
     options = DemoOptions(
@@ -110,7 +75,7 @@ def demo(
         run.clean()
     if not leave:
         raise typer.Exit(0 if report.get("healthy") else 1)
-    _finish(report, as_json)
+    finish(report, as_json)
 
 
 @app.command()
@@ -138,9 +103,9 @@ def serve(
         shown = {k: "***" if k in {"token", "tls_key"} and v else v for k, v in asdict(settings).items()}
         if "@" in str(shown["control_url"]):
             shown["control_url"] = str(shown["control_url"]).split("://")[0] + "://***"
-        _print_json(shown)
+        print_json(shown)
         return
-    _need("lanterne.backend.app")
+    need("lanterne.backend.app")
     import uvicorn
 
     from lanterne.serving import config as uvicorn_config
@@ -184,13 +149,13 @@ def diagnose(
     missing = [str(p) for p in paths if not p.exists()]
     if missing:
         raise UsageError(f"diagnose: no such file or folder: {', '.join(missing)}")
-    readers = _need("lanterne.backend.readers")
+    readers = need("lanterne.backend.readers")
     from lanterne.nouns import to_json
 
     console = Console(stderr=True)
     with console.status(f"reading {len(paths)} path(s)"):
         report = readers.diagnose_paths(paths)
-    _finish(to_json(report), as_json)
+    finish(to_json(report), as_json)
 
 
 @app.command()
@@ -224,7 +189,7 @@ def sla(
 
     Example: `lanterne sla my-job --json`
     """
-    httpx = _need("httpx")
+    httpx = need("httpx")
     try:
         answer = httpx.get(f"{url}/api/v1/jobs/{job}/sla", timeout=30.0)
     except httpx.HTTPError as error:
@@ -233,134 +198,14 @@ def sla(
         raise UsageError(f"sla: {answer.json().get('detail', answer.text)}")
     body = answer.json()
     if as_json:
-        _print_json(body)
+        print_json(body)
         return
     from lanterne.cli_report import print_sla
 
     print_sla(body, Console())
 
 
-@app.command()
-def migrate(data: Data = "lanterne-data", revision: str = "head") -> None:
-    """Bring the stores in a data folder to this version (or to REVISION).
-
-    Example: `lanterne migrate --data ./lanterne-data`
-    """
-    from lanterne.settings import ServerSettings, load
-
-    _need("lanterne.backend.store.migrate").upgrade(load(ServerSettings, data=data), revision=revision)
-    Console(stderr=True).print(f"{data}: at {revision}")
-
-
-@policy_app.command("test")
-def policy_test(
-    file: Annotated[Path, typer.Argument(help="Policy file (YAML).", exists=True)],
-    data: Data = "lanterne-data",
-    as_json: Json = False,
-) -> None:
-    """Replay a policy over the stored incidents and say what it would have done.
-
-    Example: `lanterne policy test my-policy.yaml --data ./lanterne-data`
-    """
-    from lanterne.settings import ServerSettings, load
-
-    policy = _need("lanterne.backend.policy")
-    rows = policy.replay_file(file, load(ServerSettings, data=data))
-    if as_json:
-        _print_json(rows)
-        return
-    console = Console()
-    for row in rows:
-        console.print(f"{row['incident']}  {row['policy']}: {row['choice']} — {row['why']}")
-    if not rows:
-        console.print("no stored incident matches; nothing would have been done")
-
-
-@checkpoint_app.command("verify")
-def checkpoint_verify(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint or a folder of checkpoints.", exists=True)],
-    as_json: Json = False,
-) -> None:
-    """Check that every piece of a checkpoint is there and whole; nothing is unpickled.
-
-    Example: `lanterne checkpoint verify /ckpt/step-4000`
-    """
-    checkpoints = _need("lanterne.backend.readers.checkpoints")
-    from lanterne.nouns import to_json
-
-    rows = [to_json(r) for r in checkpoints.verify(folder)]
-    if as_json:
-        _print_json(rows)
-    else:
-        console = Console()
-        for row in rows:
-            console.print(f"{'ok ' if row['ok'] else 'BAD'}  {row['path']}  {row['says']}")
-    raise typer.Exit(0 if all(r["ok"] for r in rows) else 1)
-
-
-@probe_app.command("build")
-def probe_build(as_json: Json = False) -> None:
-    """Compile the probes on this machine (needs a C++ compiler; nvcc is used where it is there).
-
-    Example: `lanterne probe build`
-    """
-    from lanterne import cuda_probe
-
-    result = cuda_probe.build()
-    if as_json:
-        _print_json(result)
-    else:
-        Console().print(cuda_probe.describe(result))
-    raise typer.Exit(0 if result["built"] else 2)
-
-
-@probe_app.command("status")
-def probe_status(as_json: Json = False) -> None:
-    """Say which probe collects, and why not where it does not.
-
-    Example: `lanterne probe status --json`
-    """
-    from lanterne import cuda_probe
-
-    result = cuda_probe.status()
-    if as_json:
-        _print_json(result)
-    else:
-        Console().print(cuda_probe.describe(result))
-
-
-@token_app.command("create")
-def token_create(
-    scope: Annotated[str, typer.Option(help="ingest, read, operate or admin.")] = "read",
-    job: Annotated[str, typer.Option(help="Bind the token to one job.")] = "",
-    days: Annotated[int, typer.Option(help="Days until it expires.")] = 90,
-    data: Data = "lanterne-data",
-) -> None:
-    """Make an access token; it is shown once and stored hashed.
-
-    Example: `lanterne token create --scope ingest --job my-job`
-    """
-    from lanterne.settings import ServerSettings, load
-
-    tokens = _need("lanterne.backend.api.tokens")
-    sys.stdout.write(tokens.create(load(ServerSettings, data=data), scope=scope, job=job, days=days) + "\n")
-
-
-@app.command()
-def export(
-    target: Annotated[Path, typer.Argument(help="Folder to write Parquet files and the control tables to.")],
-    data: Data = "lanterne-data",
-    job: Annotated[str, typer.Option(help="Only this job.")] = "",
-) -> None:
-    """Write the store of a stopped server as Parquet and JSON: a backup that any tool can read.
-
-    Example: `lanterne export ./backup --data ./lanterne-data`
-    """
-    from lanterne.settings import ServerSettings, load
-
-    backup = _need("lanterne.backend.store.backup")
-    rows = backup.export(load(ServerSettings, data=data), target, job=job)
-    Console(stderr=True).print(f"wrote {rows:,} rows to {target}")
+register(app)
 
 
 def main() -> None:

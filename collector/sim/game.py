@@ -1,4 +1,4 @@
-"""``lanterne inject``: a fault for real in somebody's own training run, to see whether it would be found (a game day).
+"""``lanterne inject``: a fault for real in somebody's own training run, to see if it would be found (a game day).
 
 The launcher sets ``LANTERNE_INJECT=KIND:RANK:STEP``; ``attach`` calls :func:`from_environment`, which hangs the hooks of
 :class:`~lanterne.collector.sim.inject.Injector` on the user's model, optimizer and loader in the culprit's process.

@@ -1,0 +1,212 @@
+"""The commands that look after things: stores, policies, checkpoints, probes, tokens, plans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lanterne.cli_base import Data, Json, need, print_json
+from lanterne.errors import UsageError
+
+policy_app = typer.Typer(help="Policies: what may be done, when, and how often.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Checkpoints: are all pieces there, and whole?", no_args_is_help=True)
+probe_app = typer.Typer(help="The compiled CUDA and NCCL probes.", no_args_is_help=True)
+token_app = typer.Typer(help="Access tokens of the server.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Hang the commands of this file on the root."""
+    subs = (("policy", policy_app), ("checkpoint", checkpoint_app), ("probe", probe_app), ("token", token_app))
+    for name, sub in subs:
+        app.add_typer(sub, name=name)
+    for command in (migrate, export, plan, inject):
+        app.command(context_settings=PASS_ON if command is inject else None)(command)
+
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def migrate(data: Data = "lanterne-data", revision: str = "head") -> None:
+    """Bring the stores in a data folder to this version (or to REVISION).
+
+    Example: `lanterne migrate --data ./lanterne-data`
+    """
+    from lanterne.settings import ServerSettings, load
+
+    need("lanterne.backend.store.migrate").upgrade(load(ServerSettings, data=data), revision=revision)
+    Console(stderr=True).print(f"{data}: at {revision}")
+
+
+@policy_app.command("test")
+def policy_test(
+    file: Annotated[Path, typer.Argument(help="Policy file (YAML).", exists=True)],
+    data: Data = "lanterne-data",
+    as_json: Json = False,
+) -> None:
+    """Replay a policy over the stored incidents and say what it would have done.
+
+    Example: `lanterne policy test my-policy.yaml --data ./lanterne-data`
+    """
+    from lanterne.settings import ServerSettings, load
+
+    policy = need("lanterne.backend.policy")
+    rows = policy.replay_file(file, load(ServerSettings, data=data))
+    if as_json:
+        print_json(rows)
+        return
+    console = Console()
+    for row in rows:
+        console.print(f"{row['incident']}  {row['policy']}: {row['choice']} — {row['why']}")
+    if not rows:
+        console.print("no stored incident matches; nothing would have been done")
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint or a folder of checkpoints.", exists=True)],
+    as_json: Json = False,
+) -> None:
+    """Check that every piece of a checkpoint is there and whole; nothing is unpickled.
+
+    Example: `lanterne checkpoint verify /ckpt/step-4000`
+    """
+    checkpoints = need("lanterne.backend.readers.checkpoints")
+    from lanterne.nouns import to_json
+
+    rows = [to_json(r) for r in checkpoints.verify(folder)]
+    if as_json:
+        print_json(rows)
+    else:
+        console = Console()
+        for row in rows:
+            console.print(f"{'ok ' if row['ok'] else 'BAD'}  {row['path']}  {row['says']}")
+    raise typer.Exit(0 if all(r["ok"] for r in rows) else 1)
+
+
+@probe_app.command("build")
+def probe_build(as_json: Json = False) -> None:
+    """Compile the probes on this machine (needs a C++ compiler; nvcc is used where it is there).
+
+    Example: `lanterne probe build`
+    """
+    from lanterne import cuda_probe
+
+    result = cuda_probe.build()
+    if as_json:
+        print_json(result)
+    else:
+        Console().print(cuda_probe.describe(result))
+    raise typer.Exit(0 if result["built"] else 2)
+
+
+@probe_app.command("status")
+def probe_status(as_json: Json = False) -> None:
+    """Say which probe collects, and why not where it does not.
+
+    Example: `lanterne probe status --json`
+    """
+    from lanterne import cuda_probe
+
+    result = cuda_probe.status()
+    if as_json:
+        print_json(result)
+    else:
+        Console().print(cuda_probe.describe(result))
+
+
+@token_app.command("create")
+def token_create(
+    scope: Annotated[str, typer.Option(help="ingest, read, operate or admin.")] = "read",
+    job: Annotated[str, typer.Option(help="Bind the token to one job.")] = "",
+    days: Annotated[int, typer.Option(help="Days until it expires.")] = 90,
+    data: Data = "lanterne-data",
+) -> None:
+    """Make an access token; it is shown once and stored hashed.
+
+    Example: `lanterne token create --scope ingest --job my-job`
+    """
+    from lanterne.settings import ServerSettings, load
+
+    tokens = need("lanterne.backend.api.tokens")
+    sys.stdout.write(tokens.create(load(ServerSettings, data=data), scope=scope, job=job, days=days) + "\n")
+
+
+def export(
+    target: Annotated[Path, typer.Argument(help="Folder to write Parquet files and the control tables to.")],
+    data: Data = "lanterne-data",
+    job: Annotated[str, typer.Option(help="Only this job.")] = "",
+) -> None:
+    """Write the store of a stopped server as Parquet and JSON: a backup that any tool can read.
+
+    Example: `lanterne export ./backup --data ./lanterne-data`
+    """
+    from lanterne.settings import ServerSettings, load
+
+    backup = need("lanterne.backend.store.backup")
+    rows = backup.export(load(ServerSettings, data=data), target, job=job)
+    Console(stderr=True).print(f"wrote {rows:,} rows to {target}")
+
+
+def plan(
+    parameters: Annotated[float, typer.Option(help="Parameters of the model, in billions.")],
+    layers: Annotated[int, typer.Option(help="Transformer layers.")],
+    hidden: Annotated[int, typer.Option(help="Hidden size.")],
+    heads: Annotated[int, typer.Option(help="Attention heads.")],
+    devices: Annotated[int, typer.Option(help="Devices in all.")],
+    sequence: Annotated[int, typer.Option(help="Tokens a sequence.")] = 4096,
+    global_batch: Annotated[int, typer.Option(help="Sequences a step, over all devices.")] = 1024,
+    micro_batch: Annotated[int, typer.Option(help="Sequences a micro-batch.")] = 1,
+    memory: Annotated[float, typer.Option(help="Memory of a device in GiB.")] = 80.0,
+    top: Annotated[int, typer.Option(help="How many layouts to show.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Which (dp, tp, pp) fit in memory, and which of them waste least.
+
+    Example: `lanterne plan --parameters 70 --layers 80 --hidden 8192 --heads 64 --devices 512`
+    """
+    from dataclasses import asdict
+
+    planner = need("lanterne.backend.plan")
+    model = planner.Model(
+        parameters=parameters * 1e9, layers=layers, hidden=hidden, heads=heads, sequence=sequence,
+        global_batch=global_batch, micro_batch=micro_batch,
+    )  # fmt: skip
+    found = planner.plans(model, planner.Cluster(devices=devices, memory_gib=memory))[:top]
+    if as_json:
+        print_json([asdict(p) for p in found])
+        return
+    from rich.table import Table
+
+    table = Table("dp", "tp", "pp", "ZeRO", "recompute", "states GiB", "activations GiB", "free GiB", "bubble", "fits")
+    for p in found:
+        table.add_row(
+            str(p.dp), str(p.tp), str(p.pp), str(p.zero), "yes" if p.recompute else "no", f"{p.states_gib:.1f}",
+            f"{p.activations_gib:.1f}", f"{p.free_gib:.1f}", f"{p.bubble:.1%}", "yes" if p.fits else p.why,
+        )  # fmt: skip
+    Console().print(table)
+
+
+def inject(
+    context: typer.Context,
+    fault: Annotated[str, typer.Option(help="KIND:RANK:STEP, for example slow-rank:3:100.")],
+) -> None:
+    """Run a training command with a real fault in one rank, to see whether it would be found.
+
+    Example: `lanterne inject --fault slow-rank:3:100 -- torchrun --nproc-per-node 4 train.py`
+    """
+    import os
+
+    from lanterne.collector.sim.game import VARIABLE, parse
+
+    parse(fault)
+    command = [a for i, a in enumerate(context.args) if not (i == 0 and a == "--")]
+    if not command:
+        raise UsageError("inject: no command; example: lanterne inject --fault slow-rank:3:100 -- torchrun train.py")
+    os.environ[VARIABLE] = fault
+    from lanterne.collector.integrations.launch import main as launch
+
+    raise typer.Exit(launch(command))
