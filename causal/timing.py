@@ -1,0 +1,262 @@
+"""Who makes the job slow: onset of every rank's own excess, loci, and what repairing each would save.
+
+A step of a synchronous job is a max-plus system, so a victim shows the longest collective and the culprit the
+shortest. Only *own* time is judged (frame.own: lateness or busy time beyond the role peers). Each rank gets its
+own change point; ranks that changed are folded into a host or a pipeline stage where most of it changed; then
+loci are peeled off in the order of their counterfactual saving, so that a straggler hidden behind a bigger one
+is found too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lanterne.causal import stats
+from lanterne.causal.frame import Frame
+from lanterne.causal.stats import Bools, Floats, Ints
+
+SHIFT_SHARE_MIN = 0.02  # of a step: less is not worth a claim (research/causal.md 6.2: impact first)
+SHIFT_MS_MIN = 0.5
+SHIFT_SIGMAS_MIN = 2.0
+WINSOR_SIGMAS = 25.0
+SPORADIC_ROWS_MIN = 4
+SPORADIC_SHARE_MIN = 0.04
+PERSISTENT_SHARE_MIN = 0.15
+LOCI_MAX = 4
+CANDIDATES_MAX = 96
+
+
+@dataclass(slots=True)
+class Change:
+    """One rank's own time moved. ``row`` is the first row of it; ``rows`` [T] marks the rows that show it."""
+
+    column: int
+    row: int
+    shift_ms: float
+    before_ms: float
+    noise_ms: float
+    sporadic: bool
+    persistent: bool
+    rows: Bools
+
+
+@dataclass(slots=True)
+class Locus:
+    """Where the lost time comes from: one rank, one host or one pipeline stage, with what its repair saves."""
+
+    level: str  # rank | host | stage
+    columns: Ints
+    change: Change
+    saving_ms: float
+    hidden: bool  # behind a bigger one: saves nothing until that one is repaired
+    lead_share: float  # of the rows with a lead, those that it leads
+
+
+def _noise(x: Floats) -> Floats:
+    """Per-rank noise from successive differences, so that the change itself does not inflate it."""
+    d = np.abs(np.diff(x, axis=0))
+    return np.asarray(stats.MAD_TO_SIGMA * stats.median(d, 0) / np.sqrt(2))
+
+
+def changes(frame: Frame) -> list[Change]:
+    """Ranks whose own time rose, largest first."""
+    rows = np.flatnonzero(frame.usable)
+    if len(rows) < 12 or not frame.locator or not np.isfinite(frame.base_step_ms):
+        return []
+    x = frame.own[rows]
+    step = frame.base_step_ms
+    sigma = np.nan_to_num(_noise(x), nan=0.0)
+    floor = max(SHIFT_MS_MIN, SHIFT_SHARE_MIN * step)
+    scale = np.maximum(sigma, 0.1 * floor)
+    middle = stats.median(x, 0)
+    capped = np.clip(x, middle - WINSOR_SIGMAS * scale, middle + np.maximum(WINSOR_SIGMAS * scale, 4 * step))
+    found = stats.split(capped)
+    general = float(np.median(found.shift)) if x.shape[1] >= 8 else 0.0
+    worth = np.flatnonzero(found.shift - general > np.maximum(floor, SHIFT_SIGMAS_MIN * sigma * 0.5))
+    worth = worth[np.argsort(-found.shift[worth])][:CANDIDATES_MAX]
+    out = []
+    for r in worth:
+        change = _judge(frame, rows, x[:, r], int(found.at[r]), float(scale[r]), floor, int(r))
+        if change is not None:
+            out.append(change)
+    out += _persistent(frame, rows, x, {c.column for c in out})
+    return sorted(out, key=lambda c: -c.shift_ms)
+
+
+def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: float, column: int) -> Change | None:
+    """Is the change of one rank sustained or a burst now and then, and does it differ from what was before?"""
+    before, after = y[:at], y[at:]
+    base = stats.rows_median(before)
+    noise = max(scale, stats.noise_of(before))
+    level = max(4 * noise, floor)
+    high_before, high_after = before - base > level, after - base > level
+    shift = stats.rows_median(after) - base
+    marks = np.zeros(len(frame.usable), bool)
+    if shift > max(floor, SHIFT_SIGMAS_MIN * noise) and float(np.mean(after - base > 0.4 * shift)) > 0.7:
+        first = _first(after - base > 0.5 * shift)
+        marks[rows[at + first :]] = True
+        return Change(column, int(rows[at + first]), shift, base, noise, False, False, marks)
+    rate0 = (float(high_before.mean()) if at else 0.0) + 1.0 / (at + 1)
+    count = int(high_after.sum())
+    burst = float((after[high_after] - base).sum()) / max(len(after), 1)
+    if count < SPORADIC_ROWS_MIN or count / len(after) < max(SPORADIC_SHARE_MIN, 3 * rate0) or burst < floor:
+        return None
+    led = rows[at:][high_after]
+    marks[led] = True
+    return Change(column, int(led[0]), burst, base, noise, True, False, marks)
+
+
+def _first(mask: Bools) -> int:
+    return int(np.argmax(mask)) if mask.any() else 0
+
+
+def _persistent(frame: Frame, rows: Ints, x: Floats, known: set[int]) -> list[Change]:
+    """Ranks that were late from the first step on: no before to compare with, only the peers."""
+    if x.shape[1] < 3:
+        return []
+    level = stats.median(x, 0)
+    across = float(stats.MAD_TO_SIGMA * np.nanmedian(np.abs(level - np.nanmedian(level))))
+    least = np.maximum(PERSISTENT_SHARE_MIN * frame.base_step_ms, np.maximum(8 * across, 3 * stats.spread(x, 0)))
+    out = []
+    for r in np.flatnonzero(np.nan_to_num(level, nan=-1.0) > least):
+        if int(r) not in known:
+            marks = frame.usable.copy()
+            noise = stats.noise_of(x[:, r])
+            out.append(Change(int(r), int(rows[0]), float(level[r]), 0.0, noise, False, True, marks))
+    return out
+
+
+def _fold(frame: Frame, found: list[Change]) -> list[tuple[str, list[Change]]]:
+    """Fold ranks into their host where most of its visible ranks changed; the rest stand alone."""
+    hosts: dict[int, list[Change]] = {}
+    for c in found:
+        hosts.setdefault(int(frame.host[c.column]), []).append(c)
+    size = np.bincount(frame.host, minlength=len(frame.hosts))
+    out: list[tuple[str, list[Change]]] = []
+    for h, members in hosts.items():
+        alike = [c for c in members if c.shift_ms > 0.25 * max(m.shift_ms for m in members)]
+        whole = len(frame.hosts) > 1 and size[h] >= 2 and len(alike) >= 2 and len(alike) > 0.5 * size[h]
+        if whole:
+            out.append(("host", alike))
+            rest = [c for c in members if c not in alike]
+        else:
+            rest = members
+        out += [("rank", [c]) for c in rest]
+    return out
+
+
+def loci(frame: Frame, found: list[Change]) -> list[Locus]:
+    """Peel loci by counterfactual saving: repair the biggest, look again, up to four times."""
+    groups = _fold(frame, found)
+    if not groups:
+        return []
+    first = min(c.row for c in found)
+    rows = np.flatnonzero(frame.usable & (np.arange(len(frame.usable)) >= first))
+    base_rows = np.flatnonzero(frame.usable & (np.arange(len(frame.usable)) < first))
+    usual_level = stats.median(frame.own[base_rows], 0) if len(base_rows) >= 5 else np.zeros(frame.own.shape[1])
+    for c in found:
+        usual_level[c.column] = c.before_ms
+    x = frame.own[rows] - usual_level
+    lead0 = stats.top2(frame.own[base_rows] - usual_level)[1] if len(base_rows) >= 5 else np.zeros(1)
+    usual = float(np.median(lead0)) + 2.5 * stats.noise_of(lead0)
+    out: list[Locus] = []
+    while groups and len(out) < LOCI_MAX:
+        best = max(groups, key=lambda g: _saving(x, rows, g[1], usual)[0])
+        saving, share = _saving(x, rows, best[1], usual)
+        groups.remove(best)
+        columns = np.array([c.column for c in best[1]], np.int64)
+        change = max(best[1], key=lambda c: c.shift_ms)
+        if best[0] == "host":
+            change.row = int(np.median([c.row for c in best[1]]))
+        out.append(Locus(best[0], columns, change, saving, bool(out) and share < 0.3, share))
+        x[:, columns] = np.minimum(x[:, columns], usual)
+    return out
+
+
+def _saving(x: Floats, rows: Ints, group: list[Change], usual: float) -> tuple[float, float]:
+    """Mean ms a step saved by repairing ``group``, over its own rows; share of those rows that it leads.
+
+    ``sum_t max(0, max_in - max(max_out, usual))``: every leave-one-out from maxima, no replay needed.
+    """
+    columns = [c.column for c in group]
+    begin = min(c.row for c in group)
+    keep = rows >= begin
+    marked = np.zeros(keep.sum(), bool)
+    for c in group:
+        marked |= c.rows[rows[keep]]
+    y = np.where(np.isfinite(x[keep]), x[keep], -np.inf)
+    inside = y[:, columns].max(1)
+    y[:, columns] = -np.inf
+    outside = y.max(1) if y.shape[1] > len(columns) else np.full(len(y), -np.inf)
+    gain = np.maximum(inside - np.maximum(outside, usual), 0.0)
+    gain = np.where(np.isfinite(gain), gain, 0.0)
+    led = float((gain[marked] > 0).mean()) if marked.any() else 0.0
+    return float(gain.mean()) if len(gain) else 0.0, led
+
+
+@dataclass(slots=True)
+class StageExcess:
+    """A pipeline stage that is heavier than the others. ``persistent``: from the first step on."""
+
+    stage: int
+    row: int
+    excess_ms: float
+    usual_ms: float
+    persistent: bool
+
+
+def heavy_stage(frame: Frame) -> StageExcess | None:
+    """The stage whose own time exceeds the other stages' by over 12%, from a step on or all along."""
+    stages = np.unique(frame.stage)
+    busy = frame.facts.series.get("busy_ms")
+    rows = np.flatnonzero(frame.usable)
+    if len(stages) < 2 or busy is None or len(rows) < 12:
+        return None
+    cost = np.stack([stats.median(busy[np.ix_(rows, np.flatnonzero(frame.stage == s))], 1) for s in stages], 1)
+    if not np.isfinite(cost).all():
+        return None
+    others = np.stack([np.median(np.delete(cost, i, 1), 1) for i in range(len(stages))], 1)
+    beyond = cost - others
+    found = stats.split(beyond)
+    i = int(found.shift.argmax())
+    at = int(found.at[i])
+    usual = float(np.median(others[:, i]))
+    shift = float(np.median(beyond[at:, i]) - np.median(beyond[:at, i])) if 0 < at < len(rows) else 0.0
+    sigma = stats.noise_of(np.diff(beyond[:, i])) / np.sqrt(2)
+    if shift > max(0.06 * usual, 4 * sigma):
+        return StageExcess(int(stages[i]), int(rows[at]), shift, usual, False)
+    level = np.median(beyond, 0)
+    i = int(level.argmax())
+    if level[i] > 0.12 * float(np.median(others[:, i])):
+        return StageExcess(int(stages[i]), int(rows[0]), float(level[i]), float(np.median(others[:, i])), True)
+    return None
+
+
+@dataclass(slots=True)
+class SpreadLead:
+    """The lead of the slowest rank grew, but a different rank leads each time. ``row`` first row, means in ms."""
+
+    row: int
+    before_ms: float
+    after_ms: float
+
+
+def spread_lead(frame: Frame) -> SpreadLead | None:
+    """Does somebody lead by more than before, without being the same rank?"""
+    rows = np.flatnonzero(frame.usable)
+    if len(rows) < 12 or not frame.locator:
+        return None
+    lead = stats.top2(frame.own[rows])[1]
+    if not np.isfinite(lead).all():
+        return None
+    sigma = max(stats.noise_of(np.diff(lead)) / np.sqrt(2), 1e-6)
+    found = stats.split(np.minimum(lead, np.median(lead) + WINSOR_SIGMAS * sigma)[:, None])
+    at = int(found.at[0])
+    before, after = stats.rows_median(lead[:at]), stats.rows_median(lead[at:])
+    if not np.isfinite(before + after) or after - before < max(
+        0.04 * frame.base_step_ms, 2 * stats.noise_of(lead[:at])
+    ):
+        return None
+    return SpreadLead(int(rows[at]), before, after)
