@@ -1,1 +1,99 @@
+"""Offline evidence: files of a dead job become :class:`lanterne.causal.facts.Facts`.
 
+``read`` walks folders, decides by content what each file is, and never lets one bad file spoil the rest:
+what cannot be used stands in ``facts.quality.notes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lanterne.backend.readers import documents, flight_recorder, nccl, text
+from lanterne.backend.readers.gather import Gather
+from lanterne.backend.readers.source import Source, probe, walk
+from lanterne.causal.facts import Facts
+from lanterne.errors import UnreadableInput
+from lanterne.nouns import Report
+
+_Reader = tuple[Callable[[Source], bool], Callable[[Source, Gather], int]]
+
+_READERS: tuple[_Reader, ...] = (
+    (nccl.is_tests, nccl.read_tests),
+    (documents.is_prometheus, documents.read_prometheus),
+    (documents.is_json_document, documents.read_json),
+    (documents.is_json_lines, documents.read_json_lines),
+    (documents.is_csv, documents.read_csv),
+)
+_IGNORED = ("license", "licence", "readme", "notice", "copying")
+
+
+def _is_text(source: Source) -> bool:
+    head = source.head[:4096]
+    if b"\0" in head:
+        return False
+    return not head or sum(b < 9 or 13 < b < 27 or 27 < b < 32 for b in head) < 0.02 * len(head)
+
+
+def _one(source: Source, gather: Gather) -> int:
+    """Read one file by the first reader that knows it; text is the last resort."""
+    for knows, reader in _READERS:
+        if knows(source):
+            try:
+                return reader(source, gather)
+            except UnreadableInput:
+                if not _is_text(source):
+                    raise
+                found = text.read(source, gather)
+                if found:
+                    return found
+                raise
+    if _is_text(source):
+        return text.read(source, gather)
+    raise UnreadableInput(source.name, "unknown kind of file", offset=0, do="see docs/readers.md for what is read")
+
+
+def read(paths: Sequence[Path]) -> Facts:
+    """Read files and folders of one job. Raises UnreadableInput only when nothing at all could be used."""
+    gather = Gather()
+    dumps: list[flight_recorder.Dump] = []
+    problems: list[UnreadableInput] = []
+    for path in walk([Path(p) for p in paths]):
+        if path.name.lower().startswith(_IGNORED):
+            continue
+        try:
+            source = probe(path)
+            if source.size == 0:
+                gather.event("empty_file", rank=-1, ref=str(path), file_rank=source.rank)
+                gather.gap(f"{path}: empty")
+                continue
+            if flight_recorder.sniff(source):
+                dumps.append(flight_recorder.parse(source))
+                continue
+            if _one(source, gather):
+                gather.used += 1
+            else:
+                gather.gap(f"{path}: nothing in it is known")
+        except UnreadableInput as error:
+            problems.append(error)
+            gather.gap(str(error))
+    if dumps:
+        flight_recorder.add(dumps, gather)
+    if not gather.used:
+        raise _nothing(paths, problems)
+    return gather.facts()
+
+
+def _nothing(paths: Sequence[Path], problems: Sequence[UnreadableInput]) -> UnreadableInput:
+    if len(problems) == 1:
+        return problems[0]
+    where = ", ".join(str(p) for p in list(paths)[:3])
+    why = f"nothing in it could be used ({len(problems)} unreadable files)" if problems else "nothing in it is known"
+    return UnreadableInput(where, why, do="see docs/readers.md for what is read")
+
+
+def diagnose_paths(paths: Sequence[Path]) -> Report:
+    """Read and judge in one go: what ``lanterne diagnose`` and ``POST /api/v1/diagnose`` call."""
+    from lanterne.backend.pipeline import judge
+
+    return judge(read(paths))
