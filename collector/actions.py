@@ -321,6 +321,11 @@ class Actions:
         after = cuda.memory_reserved() if used else 0
         return Effect({"reserved_bytes": before}, {"reserved_bytes": after}, says=f"{freed} objects collected")
 
+    def _do_tune_gc(self, parameters: Mapping[str, Any], step: int) -> Effect:
+        before = gc.get_freeze_count()
+        gc.freeze()
+        return Effect({"frozen_objects": before}, {"frozen_objects": gc.get_freeze_count()}, undo=gc.unfreeze)
+
     def _do_profile(self, parameters: Mapping[str, Any], step: int) -> Effect:
         import torch
 

@@ -226,8 +226,8 @@ class CommandAgent:
         if self.identity.rank == 0:
             try:
                 told = json.loads((self.folder / "key.json").read_text(encoding="utf-8"))
-                self.key = str(told["public_key"])
-            except (OSError, ValueError, KeyError, TypeError):
+                self.key = str(told.get("public_key") or told["key"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 raise CommandRefused(f"no public key for job {self.identity.job} in {self.folder}/key.json") from None
             store.compare_set("key", "", self.key)
         elif store.check(["key"]):
@@ -306,7 +306,8 @@ class CommandAgent:
                 continue
             if isinstance(order, dict):
                 self.say(str(order.get("id", "")), "received", action=str(order.get("action", "")))
-                self.waiting.append(order)
+                signed = (*orders.FIELDS, "signature")  # what else the backend tells about it is not signed
+                self.waiting.append({key: order[key] for key in signed if key in order})
 
     # --- both ------------------------------------------------------------------------------------
 

@@ -128,6 +128,11 @@ ACTIONS: Mapping[str, Action] = {
         undoable=True,
     ),
     "empty_cache": Action(says="collect garbage and give cached device memory back", subset=True),
+    "tune_gc": Action(
+        says="move all living objects out of the garbage collector's sight, so that its pauses end",
+        subset=True,
+        undoable=True,
+    ),
     "set_micro_batch": Action(
         says="split each batch into so many parts (needs guards.micro_batch.split in the loop)",
         parameters={"parts": _number(1, 64, "parts a batch", kind=int)},
@@ -226,7 +231,7 @@ def check_parameters(action: str, parameters: Mapping[str, Any]) -> None:
             if wanted.required:
                 raise CommandRefused(f"{action}: parameter {name} is missing")
             continue
-        _check_value(f"{action}.{name}", wanted, parameters[name])
+        check_value(action, name, parameters[name])
     if action == "set_lr" and "lr" not in parameters and parameters.get("planned") is not True:
         raise CommandRefused("set_lr: give lr, or planned: true")
 
@@ -238,7 +243,9 @@ def _finite(value: float) -> bool:
         return False
 
 
-def _check_value(name: str, wanted: Parameter, value: Any) -> None:
+def check_value(action: str, parameter: str, value: Any) -> None:
+    """Raise CommandRefused when ``value`` does not fit the type and bounds of one parameter of a known action."""
+    name, wanted = f"{action}.{parameter}", ACTIONS[action].parameters[parameter]
     if wanted.kind in {int, float}:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
             raise CommandRefused(f"{name}: {str(value)[:40]} is not a finite number")
@@ -247,7 +254,7 @@ def _check_value(name: str, wanted: Parameter, value: Any) -> None:
         if not wanted.low <= value <= wanted.high:
             raise CommandRefused(f"{name}: {value!r} is outside {wanted.low:g} to {wanted.high:g}")
     elif not isinstance(value, wanted.kind):
-        raise CommandRefused(f"{name}: {value!r} is not a {wanted.kind.__name__}")
+        raise CommandRefused(f"{name}: {str(value)[:40]} is not a {wanted.kind.__name__}")
     elif wanted.choices and value not in wanted.choices:
         raise CommandRefused(f"{name}: {value!r} is not one of {', '.join(wanted.choices)}")
     elif isinstance(value, str) and len(value) > limits.ATTRIBUTE_VALUE_BYTES_MAX:

@@ -1,0 +1,75 @@
+"""``lanterne policy test``: what would a policy file have done to the incidents of a store? Nothing is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lanterne.backend.policy.decide import History, decide
+from lanterne.backend.policy.model import read
+from lanterne.backend.store.control import ControlStore
+from lanterne.causal.facts import Facts
+from lanterne.errors import StoreUnavailable
+from lanterne.nouns import to_json
+from lanterne.settings import ServerSettings
+
+
+def replay(file: Path, store: Any, control: ControlStore, *, ceiling: str = "auto") -> list[dict[str, Any]]:
+    """One row an incident, oldest first: ``{incident, job, category, policy, choice, why, orders}``.
+
+    Budgets, cool-downs and the breaker run along, as if the policy had been in force. ``store`` is the event
+    store, or None when only the incidents are at hand; conditions over series are then not met.
+    Raises UsageError or UnreadableInput when the file cannot be used.
+    """
+    rules = read(file)
+    rows: list[dict[str, Any]] = []
+    histories: dict[str, History] = {}
+    for record in sorted(control.incidents(limit=100_000), key=lambda r: (r.opened_ns, r.incident.id)):
+        if not record.incident.causes:
+            continue
+        facts = _facts(store, record.job, record.attempt, record.incident.opened_step)
+        history = histories.setdefault(record.job, History(used={}, tries={}))
+        chosen = decide(rules, record.job, record.attempt, record.incident, facts, history, ceiling, record.opened_ns)
+        if chosen.chose in {"act", "propose"}:
+            histories[record.job] = History(
+                used={**history.used, chosen.policy: (*history.used.get(chosen.policy, ()), record.opened_ns)},
+                tries={**history.tries, chosen.signature: history.tries.get(chosen.signature, 0) + 1},
+            )
+        rows.append(
+            {
+                "incident": record.incident.id,
+                "job": record.job,
+                "category": str(record.incident.causes[0].category),
+                "policy": chosen.policy or "-",
+                "choice": chosen.chose,
+                "why": chosen.why,
+                "orders": to_json(chosen.orders),
+            }
+        )
+    return rows
+
+
+def _facts(store: Any, job: str, attempt: int, opened: int | None) -> Facts:
+    if store is None:
+        return Facts(job=job, attempt=attempt)
+    from lanterne.backend.align.facts import build_facts
+
+    return build_facts(store, job, attempt, first_step=None if opened is None else max(0, opened - 100))
+
+
+def replay_file(file: Path, settings: ServerSettings) -> list[dict[str, Any]]:
+    """:func:`replay` over the stores of ``settings``, which no server may hold open meanwhile."""
+    from lanterne.backend.store.events import EventStore
+
+    control = ControlStore.open(settings)
+    store: EventStore | None = None
+    try:
+        try:
+            store = EventStore.open(settings)
+        except StoreUnavailable:
+            store = None  # a running server holds it: the incidents alone are judged
+        return replay(file, store, control)
+    finally:
+        if store is not None:
+            store.close()
+        control.close()

@@ -1,0 +1,98 @@
+"""What an expression of a policy can see: plain data made from the incident, its first cause and the facts.
+
+``series.NAME`` holds ``last`` (median over ranks of the last steps), ``before`` (median of the steps ahead of
+the onset) and ``change`` (``last / before - 1``); a series that was never recorded is absent. ``lr`` holds
+``now`` and ``planned`` of the last step. Arrays of facts are ``[steps, ranks]``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from lanterne.causal.facts import Facts, FloatArray
+from lanterne.nouns import Cause, Incident
+
+LAST_STEPS = 3
+BEFORE_STEPS = 30
+
+
+def median(values: FloatArray) -> float:
+    """Median of the finite values; NaN when there are none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
+
+
+def reduced(values: FloatArray, how: str) -> float:
+    """``median`` or ``max`` of the finite values of ``[steps, ranks]``, or ``spread``: max - min over ranks of the
+    last row. NaN when nothing is known, inf when a value is infinite."""
+    if np.isinf(values).any():
+        return math.inf
+    if how == "median":
+        return median(values)
+    known = values[~np.isnan(values)] if how == "max" else values[-1:][~np.isnan(values[-1:])]
+    if not known.size:
+        return math.nan
+    return float(known.max()) if how == "max" else float(known.max() - known.min())
+
+
+def recorded(values: FloatArray) -> FloatArray:
+    """The rows of ``[steps, ranks]`` in which something was recorded."""
+    return values[~np.isnan(values).all(axis=1)] if values.size else values
+
+
+def since(facts: Facts, name: str, step: int, count: int, how: str = "median", missing: float | None = None) -> float:
+    """Series ``name`` over ranks and the last ``count`` recorded steps later than ``step``, reduced as ``how`` says.
+
+    ``missing`` is the value when nothing was recorded after ``step`` (None: NaN).
+    """
+    found = reduced(recorded(facts.get(name)[facts.steps > step])[-count:], how)
+    return missing if math.isnan(found) and missing is not None else found
+
+
+def _series(facts: Facts, onset: int | None) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, values in facts.series.items():
+        last = median(recorded(values)[-LAST_STEPS:])
+        if math.isnan(last):
+            continue
+        entry = {"last": last}
+        if onset is not None:
+            before = median(values[(facts.steps < onset) & (facts.steps >= onset - BEFORE_STEPS)])
+            if not math.isnan(before):
+                entry["before"] = before
+                if before:
+                    entry["change"] = last / before - 1.0
+        found[name] = entry
+    return found
+
+
+def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, Any]:
+    """``job attempt world incident cause series lr step`` for :class:`Expression`."""
+    cause = incident.causes[0] if incident.causes else Cause(category="unknown")  # type: ignore[arg-type]
+    onset = cause.since_step if cause.since_step is not None else incident.opened_step
+    series = _series(facts, onset)
+    rates = {"now": series.get("lr", {}).get("last"), "planned": series.get("lr_planned", {}).get("last")}
+    subject = cause.subject
+    return {
+        "job": job,
+        "attempt": attempt,
+        "world": facts.ranks_expected or len(facts.ranks),
+        "step": int(facts.steps[-1]) if len(facts.steps) else -1,
+        "incident": {"kind": incident.kind, "severity": str(incident.severity), "id": incident.id},
+        "cause": {
+            "category": str(cause.category),
+            "confidence": float(cause.confidence),
+            "rank": -1 if subject.rank is None else subject.rank,
+            "host": subject.host or "",
+            "parameter": subject.parameter or "",
+            "batch": subject.batch or "",
+            "since_step": -1 if onset is None else onset,
+            "slowdown": float(cause.cost.slowdown or 1.0),
+            "gpu_hours": float(cause.cost.gpu_hours or 0.0),
+        },
+        "series": series,
+        "lr": {k: v for k, v in rates.items() if v is not None},
+    }
