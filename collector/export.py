@@ -266,7 +266,7 @@ class Transport:
                 if time.monotonic() > deadline:
                     raise requests.Timeout(f"{url}: the answer took more than {self.target.timeout_s} s")
                 try:
-                    chunk = answer.raw.read(8 << 10, decode_content=False)
+                    chunk = answer.raw.read1(8 << 10, decode_content=False)  # what is there now, not a whole block
                 except Exception as error:  # urllib3's own errors are not OSErrors
                     raise requests.ConnectionError(str(error)) from error
                 if not chunk:

@@ -13,7 +13,7 @@ from lanterne.clock import Clock
 from lanterne.collector.blackbox import BlackBox
 from lanterne.collector.clock_sync import Snapshot
 from lanterne.collector.export import full_identity
-from lanterne.collector.procfs import Ending, ProcessView
+from lanterne.collector.procfs import Ending, ProcessView, ending_by_pidfd, open_pidfd
 from lanterne.collector.watchdog import Look, PhaseBounds, RankWatch, StackDoor
 from lanterne.nouns import Collective, Event, EventName, Identity, Kind
 
@@ -43,6 +43,7 @@ class LocalRank:
             raise ValueError(f"{folder}/rank-{rank}.json holds no identity")
         self.identity: Identity = full_identity(identity)
         self.process = ProcessView(int(about.get("pid", identity.pid)))
+        self.pidfd = open_pidfd(self.process.pid)
         self.watch = RankWatch(PhaseBounds(floor_s))
         self.door = StackDoor(
             self.process,
@@ -156,6 +157,8 @@ class LocalRank:
         noted = self._noted()
         if noted is not None:
             return noted
+        if ending == Ending() and self.pidfd >= 0:
+            ending = ending_by_pidfd(self.pidfd) or ending
         if ending != Ending():
             return ending
         now = self._clock.monotonic_ns()
@@ -228,6 +231,9 @@ class LocalRank:
 
     def close(self) -> None:
         self.box.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def _call(call: Collective) -> dict[str, Any]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from lanterne import limits
+
+_PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit status (linux/pidfd.h, first version)
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +123,14 @@ def open_pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return -1
+
+
+def ending_by_pidfd(fd: int) -> Ending | None:
+    """How a process ended although its parent has reaped it already (Linux 6.15 and newer); None = cannot tell."""
+    asked = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(fd, _PIDFD_GET_INFO, asked)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(asked)
+    return Ending.from_wait(status) if mask & _PIDFD_INFO_EXIT else None

@@ -40,6 +40,17 @@ def try_lock(folder: Path) -> int:
     return fd
 
 
+def is_running(folder: Path) -> bool:
+    """Whether a shipper process serves ``folder`` now."""
+    try:
+        fd = try_lock(folder)
+    except OSError:
+        return False
+    if fd >= 0:
+        os.close(fd)
+    return fd < 0
+
+
 def ensure_running(folder: Path, settings: CollectorSettings) -> None:
     """See to it that exactly one shipper serves ``folder``; cheap and safe to call again and again.
 

@@ -19,7 +19,6 @@ from typing import Any
 from lanterne.clock import Clock, SystemClock
 from lanterne.collector.export import Exporter, Transport, batches, resolve
 from lanterne.collector.local_rank import LocalRank
-from lanterne.collector.procfs import open_pidfd
 from lanterne.collector.relay import Relay
 from lanterne.collector.spool import Spool
 from lanterne.collector.watchdog import collect_stacks, newly_stalled
@@ -56,7 +55,6 @@ class Shipper:
         self.spool = Spool(spool, quality=self.quality, bytes_max=settings.spool_bytes)
         self.exporter = Exporter(self.spool, settings, os.environ, quality=self.quality)
         self._ranks: dict[int, LocalRank] = {}
-        self._pidfds: dict[int, int] = {}  # fd -> rank
         self._waiting: dict[int, list[Event]] = {}
         self._stop, self._wake, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._relay: Relay | None = None
@@ -124,15 +122,11 @@ class Shipper:
 
     def _sleep(self) -> None:
         """Until the next turn, or until a process ends."""
-        if self._pidfds:
-            select.select(list(self._pidfds), [], [], TICK_S)
-            for fd in [fd for fd, rank in self._pidfds.items() if self._ranks[rank].ended]:
-                os.close(fd)
-                del self._pidfds[fd]
-            if any(r.process.ending() is not None for r in self._ranks.values() if not r.ended):
-                self._stop.wait(0.05)  # its parent has not noted yet how it ended
-        else:
+        fds = [r.pidfd for r in self._living() if r.pidfd >= 0]
+        if not fds or self._only_pid:
             self._stop.wait(TICK_S)
+        elif select.select(fds, [], [], TICK_S)[0]:
+            self._stop.wait(0.05)  # give its parent the moment to note how it ended
 
     # --- one turn --------------------------------------------------------------------------------
 
@@ -186,7 +180,7 @@ class Shipper:
             if known is not None and not (known.ended and self._pid_in(path) not in {0, known.process.pid}):
                 continue
             state = known.state() if known is not None else self.spool.state.get("ranks", {}).get(number)
-            self._add(rank, state)
+            self._add(rank, known, state)
 
     def _pid_in(self, path: Path) -> int:
         try:
@@ -194,7 +188,7 @@ class Shipper:
         except (OSError, ValueError, AttributeError):
             return 0
 
-    def _add(self, number: int, state: dict[str, Any] | None) -> None:
+    def _add(self, number: int, known: LocalRank | None, state: dict[str, Any] | None) -> None:
         path = self._folder / f"rank-{number}.json"
         pid = self._pid_in(path)
         if self._only_pid and pid != self._only_pid:
@@ -208,10 +202,9 @@ class Shipper:
             return
         if rank.ended and state is not None and state.get("pid") not in {None, pid}:
             rank.ended = False
+        if known is not None:
+            known.close()
         self._ranks[number] = rank
-        fd = open_pidfd(rank.process.pid) if not self._only_pid else -1
-        if fd >= 0:
-            self._pidfds[fd] = number
         if self._relay is None:
             self._start_relay(rank)
 
