@@ -211,6 +211,23 @@ def _opened(facts: Facts, members: Sequence[Anomaly], now_ns: int) -> Case:
     )
 
 
+def from_diagnosis(facts: Facts, diagnosis: Diagnosis) -> Case:
+    """A case that rests on a diagnosis alone (files of a dead job that hold no series for the detectors)."""
+    cause = diagnosis.causes[0]
+    first = max(cause.since_step or 0, 0)
+    top = Anomaly(
+        kind=diagnosis.kind,
+        subject=cause.subject,
+        severity=Severity.P0 if diagnosis.kind in ("hang", "crash", "launch") else Severity.P1,
+        first_step=first,
+        last_step=first,
+        score=cause.confidence,
+        says=cause.evidence[0].says if cause.evidence else cause.category.value,
+        fired_by="event",
+    )
+    return _opened(facts, [top], 0)
+
+
 def _renewed(facts: Facts, case: Case, members: Sequence[Anomaly], now_ns: int) -> Case:
     top = head(members)
     was = case.incident

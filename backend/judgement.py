@@ -13,7 +13,33 @@ from lanterne.backend import detect, incidents
 from lanterne.backend.detect.base import Levels, step_ms
 from lanterne.backend.incidents import Case
 from lanterne.causal.facts import Diagnosis, Facts
-from lanterne.nouns import Cause, CauseCategory, Cost, Incident, IncidentStatus, Report, to_json
+from lanterne.nouns import Cause, CauseCategory, Cost, Evidence, IncidentStatus, Report, to_json
+
+LIVE = frozenset({"live", "simulator", "spool"})
+"""Sources whose healthy runs are full of series: there the detectors alone decide whether something is wrong."""
+
+C = CauseCategory
+FAMILY_OF_CAUSE: Mapping[CauseCategory, str] = {
+    **dict.fromkeys(
+        (
+            C.RANK_CRASHED, C.RANK_HUNG, C.RANK_MISSING, C.COLLECTIVE_MISMATCH, C.COLLECTIVE_DIVERGENCE,
+            C.EXTERNAL_TERMINATION, C.NETWORK_FAILURE, C.GIL_HELD,
+        ),
+        "liveness",
+    ),
+    **dict.fromkeys((C.OUT_OF_MEMORY, C.MEMORY_LEAK, C.FRAGMENTATION, C.SHARED_MEMORY_EXHAUSTED), "memory"),
+    **dict.fromkeys((C.CHECKPOINT_STALL, C.CHECKPOINT_CORRUPT, C.CHECKPOINT_INCOMPLETE, C.STORAGE_SLOW), "storage"),
+    **dict.fromkeys((C.REPLICA_DIVERGENCE, C.SEED_MISMATCH), "replicas"),
+    **dict.fromkeys(
+        (
+            C.DATA_STALL, C.UNEVEN_INPUTS, C.SLOW_COMPUTE, C.THERMAL_THROTTLE, C.HOST_CONTENTION, C.GC_PAUSE,
+            C.RECOMPILE, C.SLOW_LINK, C.TOPOLOGY_MISMATCH, C.SEQUENCE_IMBALANCE, C.PARTITION_IMBALANCE,
+            C.EXCLUSIVE_WORK, C.DEVICE_FAULT,
+        ),
+        "timing",
+    ),
+}  # fmt: skip
+"""Cause -> family of the incidents that it explains; the rest is numerics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +56,16 @@ def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, level
     ``now_ns`` (Unix) stamps the ledger of a live job; 0 offline.
     """
     anomalies = detect.run(facts, levels)
-    cases = [_diagnosed(facts, case, now_ns) for case in incidents.join(facts, anomalies, known, now_ns=now_ns)]
+    cases = incidents.join(facts, anomalies, known, now_ns=now_ns)
+    seen = [case for case in cases if case.anomalies and not case.missed]
+    offline = not LIVE & set(facts.sources)
+    if seen or offline:
+        diagnosis = causal.diagnose(facts, anomalies)
+        diagnosis = replace(diagnosis, causes=tuple(priced(facts, cause) for cause in diagnosis.causes))
+        if not seen and _claims(diagnosis):  # files without series: what happened is in their events alone
+            seen = [incidents.from_diagnosis(facts, diagnosis)]
+            cases = [*cases, *seen]
+        cases = _told(facts, cases, seen, diagnosis, now_ns)
     return Judgement(report=report_of(facts, cases), cases=tuple(cases))
 
 
@@ -39,12 +74,49 @@ def judge(facts: Facts, *, levels: Levels | None = None) -> Report:
     return evaluate(facts, levels=levels).report
 
 
-def _diagnosed(facts: Facts, case: Case, now_ns: int) -> Case:
-    if not case.anomalies or case.missed or not case.open:
-        return case
-    diagnosis = causal.diagnose(facts, case.anomalies)
-    causes = tuple(priced(facts, cause) for cause in diagnosis.causes)
-    return incidents.diagnosed(case, replace(diagnosis, causes=causes), now_ns)
+def _claims(diagnosis: Diagnosis) -> bool:
+    return bool(diagnosis.causes)
+
+
+def _told(
+    facts: Facts, cases: Sequence[Case], seen: Sequence[Case], diagnosis: Diagnosis, now_ns: int
+) -> list[Case]:  # fmt: skip
+    """Give each cause to the incident that it fits best; an incident left without one says that it is not known."""
+    share: dict[str, list[Cause]] = {case.incident.id: [] for case in seen}
+    for cause in diagnosis.causes:
+        best = max(seen, key=lambda case: (fit(case, cause), -case.first_step))
+        if len(seen) == 1 or fit(best, cause) > 0:
+            share[best.incident.id].append(cause)
+    told = []
+    for case in cases:
+        if case.incident.id in share:
+            causes = share[case.incident.id] or [_unknown(case)]
+            first = bool(diagnosis.causes) and causes[0] is diagnosis.causes[0]
+            verdict = diagnosis.verdict if first else ""  # the engine's sentence is about its first cause
+            case = incidents.diagnosed(case, replace(diagnosis, causes=tuple(causes), verdict=verdict), now_ns)
+        told.append(case)
+    return told
+
+
+def fit(case: Case, cause: Cause) -> int:
+    """How well a cause fits an incident: family 4, rank 2, time 1."""
+    score = 4 if FAMILY_OF_CAUSE.get(cause.category, "numerics") in case.families else 0
+    ranks = {a.subject.rank for a in case.anomalies if a.subject.rank is not None}
+    score += 2 if cause.subject.rank is not None and cause.subject.rank in ranks else 0
+    since = cause.since_step
+    near = since is not None and case.first_step - incidents.GAP_STEPS <= since <= case.last_step + incidents.GAP_STEPS
+    return score + (1 if near else 0)
+
+
+def _unknown(case: Case) -> Cause:
+    top = incidents.head(case.anomalies)
+    return Cause(
+        category=CauseCategory.UNKNOWN,
+        subject=top.subject,
+        since_step=top.first_step if top.first_step >= 0 else None,
+        evidence=(Evidence(says=top.says, value=top.value, unit=top.unit, baseline=top.baseline),),
+        needs=("evidence that tells the possible causes of this apart",),
+    )
 
 
 def priced(facts: Facts, cause: Cause) -> Cause:
@@ -96,7 +168,7 @@ def report_of(facts: Facts, cases: Sequence[Case]) -> Report:
 def _verdict(facts: Facts, told: Sequence[Case]) -> str:
     if told:
         first = told[0]
-        says = first.diagnosis.verdict if first.diagnosis is not None and first.diagnosis.verdict else sentence(first)
+        says = sentence(first)
         more = len(told) - 1
         return says if not more else f"{says} ({more} more incident{'s' if more > 1 else ''})"
     if not facts.ranks:
@@ -107,21 +179,22 @@ def _verdict(facts: Facts, told: Sequence[Case]) -> str:
 
 
 def sentence(case: Case) -> str:
-    """One sentence for a case that has no worded diagnosis."""
-    incident = case.incident
-    if case.anomalies:
-        top = incidents.head(case.anomalies)
-        return f"{top.says[:1].upper()}{top.says[1:]}; the cause is not known."
+    """One sentence: the engine's own where its first cause is this incident's, else made of what is known."""
+    incident, diagnosis = case.incident, case.diagnosis
     cause = incident.causes[0] if incident.causes else None
-    return f"{incident.kind.replace('_', ' ')}: {cause.category.value if cause else 'cause not known'}"
+    if cause is not None and cause.category is not CauseCategory.UNKNOWN:
+        if diagnosis is not None and diagnosis.verdict:
+            return diagnosis.verdict
+        who = "" if cause.subject.rank is None else f"rank {cause.subject.rank}: "
+        since = "" if cause.since_step is None else f" since step {cause.since_step}"
+        why = f": {cause.evidence[0].says}" if cause.evidence else ""
+        return f"{who}{cause.category.value.replace('_', ' ')}{since}{why}"
+    if case.anomalies:
+        return f"{incidents.head(case.anomalies).says}; the cause is not known"
+    return f"{incident.kind.replace('_', ' ')}; the cause is not known"
 
 
 def graph_of(diagnosis: Diagnosis) -> dict[str, Any]:
     """The explanation graph as the API answers it (docs/seams.md section 6)."""
     nodes: list[Mapping[str, Any]] = [{"id": name, **attributes} for name, attributes in diagnosis.nodes.items()]
     return {"nodes": nodes, "edges": [to_json(edge) for edge in diagnosis.edges]}
-
-
-def categories(incident: Incident) -> list[str]:
-    """Categories of an incident's causes, best first."""
-    return [str(cause.category) for cause in incident.causes]

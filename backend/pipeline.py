@@ -18,6 +18,7 @@ from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
 from lanterne.backend.align.facts import assemble, build_facts, read_window
 from lanterne.backend.incidents import Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
+from lanterne.backend.policy import Door
 from lanterne.backend.store.batch import Batch
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
@@ -73,7 +74,7 @@ class LiveRunner:
     ) -> None:
         self.store, self.control, self.settings = store, control, settings
         self.clock: Clock = clock or SystemClock()
-        self.react = react
+        self.react: React = react or Door(control, store, settings, self.clock)
         self.evaluations = 0
         self._dirty: set[tuple[str, int]] = set()
         self._watched: dict[tuple[str, int], _Watched] = {}
@@ -175,7 +176,7 @@ class LiveRunner:
         current = self.control.incident(case.incident.id)
         case = _merged(case, current)
         self._save(job, attempt, watched, case)
-        if self.react is not None and case.open and case.incident.causes:
+        if case.open and case.incident.causes:
             changed = self.react(case.incident, facts)
             if changed is not None:
                 case = replace(case, incident=changed)
@@ -185,8 +186,7 @@ class LiveRunner:
     def _save(self, job: str, attempt: int, watched: _Watched, case: Case) -> None:
         if watched.saved.get(case.incident.id) == case.incident:
             return
-        verdict = case.diagnosis.verdict if case.diagnosis is not None else sentence(case)
-        self.control.save_incident(job, attempt, case.incident, fingerprint=case.fingerprint, verdict=verdict)
+        self.control.save_incident(job, attempt, case.incident, fingerprint=case.fingerprint, verdict=sentence(case))
         if case.diagnosis is not None:
             self.control.save_graph(case.incident.id, graph_of(case.diagnosis))
         watched.saved[case.incident.id] = case.incident

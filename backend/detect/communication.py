@@ -45,7 +45,7 @@ def slow_transfer(facts: Facts) -> list[Anomaly]:
     outside = np.ones(len(rows), bool)
     outside[during] = False
     normal = float(np.median(step[outside])) if outside.any() else usual
-    if float(np.median(step[during])) - normal < 0.5 * shift.rise or shift.rise < SHARE * normal:
+    if float(np.median(step[during])) - normal < max(0.3 * shift.rise, 0.1 * normal):
         return []
     if _lateness_explains(facts, rows[during], shift.rise):
         return []

@@ -49,7 +49,8 @@ def hang(facts: Facts) -> list[Anomaly]:
         for rank, event in open_stalls(facts).items()
         if str(event.attributes.get("phase", "")) not in LONG_PHASES
     }
-    waiting = {c.rank: c for c in facts.collectives if c.completed_ns <= 0}
+    waiting = {c.rank for c in facts.collectives if c.completed_ns <= 0}
+    waiting |= {rank for rank, event in stalls.items() if event.attributes.get("waiting") is True}
     if not stalls:
         return []
     first = min(step_at(facts, e) for e in stalls.values())
@@ -62,7 +63,7 @@ def hang(facts: Facts) -> list[Anomaly]:
     suspects = suspects or (outside if len(outside) < len(stalls) else [])
     rank = suspects[0] if len(suspects) == 1 else None
     phase = str(stalls[rank].attributes.get("phase", "")) if rank in stalls and rank is not None else ""
-    victims = sorted(set(waiting) - set(suspects))
+    victims = sorted(waiting - set(suspects))
     says = f"no progress for {seconds:.1f} s (bound {bound:.1f} s): " + (
         f"rank {rank} is in {phase or 'its own code'} and has not entered the collective"
         f" that ranks {_list(victims)} wait in"

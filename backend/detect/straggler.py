@@ -161,7 +161,8 @@ def _sporadic(facts: Facts, rows: np.ndarray, x: FloatArray, step: FloatArray, e
     if not len(lost) or lost.sum() <= 0:
         return []
     r = int(lost.argmax())
-    share = lost[r] / float(np.nansum(step))
+    since = int(np.flatnonzero(lead[:, r] > 0)[0])
+    share = lost[r] / float(np.nansum(step[since:]))
     rivals = np.delete(count, r)
     enough = count[r] >= max(SPORADIC_EVENTS, 0.05 * len(rows)) and rivals.max(initial=0) <= count[r] / 4
     if not enough or share < SPORADIC_SHARE or lost[r] < 0.8 * lost.sum():
