@@ -16,7 +16,11 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = "liblanterne_cupti.so"
+NCCL_LIBRARY = "liblanterne_nccl.so"
 STANDIN = "libstandin_cuda.so"
+STANDIN_NCCL = "libstandin_nccl.so"
+_PLAIN = ((LIBRARY, "cupti_probe.cpp"), (NCCL_LIBRARY, "nccl_probe.cpp"))
+_PLAIN_TESTS = ((STANDIN, "standin_cuda.cpp"), (STANDIN_NCCL, "standin_nccl.cpp"))
 TIMEOUT_S = 300
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 
@@ -87,9 +91,8 @@ def _with_cmake(cmake: str, compiler: str, out: Path, tests: bool) -> None:
 
 def _with_compiler(compiler: str, out: Path, tests: bool) -> None:
     flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{SOURCES / 'include'}"]
-    _run([compiler, *flags, str(SOURCES / "src" / "cupti_probe.cpp"), "-o", str(out / LIBRARY), "-ldl"])
-    if tests:
-        _run([compiler, *flags, str(SOURCES / "src" / "standin_cuda.cpp"), "-o", str(out / STANDIN)])
+    for library, source in (*_PLAIN, *(_PLAIN_TESTS if tests else ())):
+        _run([compiler, *flags, str(SOURCES / "src" / source), "-o", str(out / library), "-ldl", "-pthread"])
 
 
 def build(*, tests: bool = False) -> BuildResult:
