@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from lanterne import orders
 from lanterne.clock import Clock, SystemClock
 from lanterne.collector import actions, votelog
-from lanterne.collector.agreement import COMMIT, Coordinator, Participant, Position, Round
+from lanterne.collector.agreement import COMMIT, Coordinator, Participant, Position, Round, Store
 from lanterne.errors import CommandRefused
 from lanterne.nouns import AttributeValue, EventName, Identity
 from lanterne.settings import CollectorSettings
@@ -177,7 +177,7 @@ class CommandAgent:
 
     def _tick(self) -> float:
         self.rate.see(self.position.step)
-        if self.participant is None and not self._join():
+        if self.participant is None and not self._connect():
             return POLL_S
         assert self.participant is not None
         if self.identity.rank == 0:
@@ -186,7 +186,7 @@ class CommandAgent:
         self._run_immediate()
         return POLL_SOON_S if soon or (self.coordinator is not None and self.coordinator.open) else POLL_S
 
-    def _join(self) -> bool:
+    def _connect(self) -> bool:
         world = self.identity.world_size
         store: Any = self.connect() if world > 1 else _LocalStore()
         if store is None:
@@ -194,12 +194,16 @@ class CommandAgent:
         if world > 1:
             prefix = f"lanterne/{self.identity.job}/{self.identity.attempt}"
             store = import_module("torch.distributed").PrefixStore(prefix, store)
+        self.join(store)
+        return True
+
+    def join(self, store: Store) -> None:
+        """Take part in the agreement of all ranks over ``store``."""
         self.participant = Participant(
             store, self.identity.rank, self.log, self.clock, self._judge, self.say, self.position
         )
         if self.identity.rank == 0:
-            self.coordinator = Coordinator(store, world, self.clock)
-        return True
+            self.coordinator = Coordinator(store, self.identity.world_size, self.clock)
 
     def _judge(self, order: Mapping[str, Any]) -> str:
         self._examine(order)
