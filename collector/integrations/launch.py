@@ -9,6 +9,7 @@ when it died of a signal so does the launcher. stderr is kept for the black box:
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -159,12 +160,12 @@ def _stderr_is_file() -> bool:
         return False
 
 
-def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> int:
+def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, *, tee: bool = True) -> int:
     """Run the command to its end; returns Popen's return code (negative = signal).
 
     ``folder`` takes the exit notes and the stderr tail. Raises UsageError when the command cannot start.
     """
-    piped = not torchrun_at(command) and not _stderr_is_file()
+    piped = tee and not torchrun_at(command) and not _stderr_is_file()
     full = dict(environ)
     if piped:
         full["LANTERNE_STDERR"] = str(folder / "stderr")
@@ -220,9 +221,11 @@ def main(argv: list[str]) -> int:
     if not settings.disabled:
         environ = environment(settings, command, str(folder))
         command = with_tee(command, str(folder / "ranks"))
-    code = run(command, environ, folder)
+    code = run(command, environ, folder, tee=not settings.disabled)
     if code >= 0:
         return code
-    signal.signal(-code, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # one core is enough
+    if -code not in {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     return 128 - code  # reached only by signals that end no process

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -66,12 +67,21 @@ def end(ring: Ring, ending: str) -> None:
         os._exit(7)
     elif ending == "hang":
         wait_for_godot()
+    elif ending == "gil":
+        hold_the_interpreter()
+    elif ending == "pause":
+        time.sleep(4.0)
+        train(ring, 20, 0.01)
     elif ending == "segfault":
         faulthandler._sigsegv()
 
 
 def wait_for_godot() -> None:
     time.sleep(600)
+
+
+def hold_the_interpreter() -> None:
+    re.match("(a+)+$", "a" * 64 + "b")  # exponential, in C, with the GIL held
 
 
 if __name__ == "__main__":
