@@ -1,1 +1,1 @@
-
+"""Figures: pure functions from the API's JSON to Plotly and Cytoscape dictionaries."""

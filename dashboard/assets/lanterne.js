@@ -1,0 +1,129 @@
+// The page's own behaviour in the browser. No library, nothing from elsewhere, no state but theme and pause.
+(function () {
+  "use strict";
+  var none = function () { return window.dash_clientside.no_update; };
+  var live = true;
+
+  function query(search) { return new URLSearchParams(search || ""); }
+  function written(found) { var text = found.toString(); return text ? "?" + text : ""; }
+  function put(found, key, value) { if (value === "" || value === null || value === undefined) { found.delete(key); } else { found.set(key, value); } }
+
+  function ranges(view) {
+    // The window of a zoom: {from, to, from_rank, to_rank}; empty strings after a double click; null for anything else.
+    if (!view) { return null; }
+    if (view["xaxis.autorange"] || view["yaxis.autorange"]) { return { from: "", to: "", from_rank: "", to_rank: "" }; }
+    var x = ["xaxis.range[0]", "xaxis.range[1]"], y = ["yaxis.range[0]", "yaxis.range[1]"];
+    if (!(x[0] in view) && !(y[0] in view)) { return null; }
+    var found = {};
+    if (x[0] in view && typeof view[x[0]] === "number") {
+      found.from = Math.max(0, Math.floor(view[x[0]]));
+      found.to = Math.max(found.from + 1, Math.ceil(view[x[1]]));
+    }
+    if (y[0] in view) {
+      var low = Math.min(view[y[0]], view[y[1]]), high = Math.max(view[y[0]], view[y[1]]);
+      found.from_rank = Math.max(0, Math.floor(low + 0.5));
+      found.to_rank = Math.max(found.from_rank, Math.floor(high));
+    }
+    return found;
+  }
+
+  window.dash_clientside = Object.assign({}, window.dash_clientside, {
+    lanterne: {
+      pulse: function (n, before) {
+        var heard = document.getElementById("heard");
+        if (heard) { heard.textContent = live ? "" : "paused"; }
+        if (!live || document.hidden || !n) { return none(); }
+        return (before || 0) + 1;
+      },
+      title: function (title) {
+        if (title) { document.title = title; }
+        mark();
+        var main = document.getElementById("page");
+        if (main && document.activeElement === document.body) { main.focus({ preventScroll: true }); }
+        return none();
+      },
+      control: function (values, ids, search) {
+        var found = query(search);
+        ids.forEach(function (id, i) {
+          var value = values[i] === null || values[i] === undefined ? "" : String(values[i]);
+          put(found, id.key, value === id.default ? "" : value);
+        });
+        var text = written(found);
+        return text === (search || "") ? none() : text;
+      },
+      zoom: function (heat, curves, reset, search) {
+        var why = (window.dash_clientside.callback_context.triggered || [])[0];
+        if (!why || !why.value) { return none(); }
+        var found = query(search), asked;
+        if (why.prop_id.indexOf("reset-zoom") === 0) {
+          asked = { from: "", to: "", from_rank: "", to_rank: "" };
+        } else {
+          asked = ranges(why.value);
+          if (asked && why.prop_id.indexOf("heat.") !== 0) { delete asked.from_rank; delete asked.to_rank; }
+        }
+        if (!asked || !Object.keys(asked).length) { return none(); }
+        Object.keys(asked).forEach(function (k) { put(found, k, asked[k]); });
+        var text = written(found);
+        return text === (search || "") ? none() : text;
+      }
+    }
+  });
+
+  // --- theme, pause, link, help ---------------------------------------------------------------
+
+  function theme() {
+    var root = document.documentElement, next = root.dataset.theme === "dark" ? "light" : "dark";
+    root.dataset.theme = next;
+    try { localStorage.setItem("lanterne-theme", next); } catch (e) { /* private mode: for this page only */ }
+  }
+  function pause() {
+    live = !live;
+    var b = document.getElementById("live");
+    if (b) { b.setAttribute("aria-pressed", String(live)); b.textContent = live ? "Live" : "Paused"; }
+  }
+  function say(text) { var h = document.getElementById("heard"); if (h) { h.textContent = text; } }
+  function copyLink() {
+    var address = location.href;
+    if (navigator.clipboard && window.isSecureContext) {
+      navigator.clipboard.writeText(address).then(function () { say("link copied"); }, function () { say(address); });
+    } else { say(address); }
+  }
+  function help() {
+    var d = document.getElementById("keys");
+    if (d && d.showModal) { if (d.open) { d.close(); } else { d.showModal(); } }
+  }
+  function mark() {
+    var at = location.pathname;
+    document.querySelectorAll("a.nav").forEach(function (a) {
+      var to = a.getAttribute("href");
+      var here = to === "/" ? at === "/" || at.indexOf("/jobs") === 0 : at.indexOf(to) === 0;
+      if (here) { a.setAttribute("aria-current", "page"); } else { a.removeAttribute("aria-current"); }
+    });
+    document.querySelectorAll("a.tab.here").forEach(function (a) { a.setAttribute("aria-current", "page"); });
+  }
+  function press(selector) { var a = document.querySelector(selector); if (a) { a.click(); } }
+
+  document.addEventListener("click", function (event) {
+    var t = event.target.closest ? event.target.closest("#theme,#live,#help,#copy-link") : null;
+    if (!t) { return; }
+    ({ theme: theme, live: pause, help: help, "copy-link": copyLink })[t.id]();
+  });
+
+  var after = "";
+  document.addEventListener("keydown", function (event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) { return; }
+    if (/^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName || "") && event.target.type !== "radio") {
+      if (event.key === "Escape") { event.target.blur(); }
+      return;
+    }
+    var go = { f: "#nav-fleet", i: "#nav-incidents", p: "#nav-policies", s: "#nav-settings" };
+    if (after === "g") { after = ""; if (go[event.key]) { press(go[event.key]); } return; }
+    if (event.key === "g") { after = "g"; setTimeout(function () { after = ""; }, 1000); return; }
+    if (event.key === "/") {
+      var find = document.querySelector('input[type="search"]');
+      if (find) { event.preventDefault(); find.focus(); }
+    } else if (event.key === "t") { theme(); } else if (event.key === "l") { pause(); }
+    else if (event.key === "?") { help(); }
+    else if (event.key === "[") { press("#step-before"); } else if (event.key === "]") { press("#step-after"); }
+  });
+})();

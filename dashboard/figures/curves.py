@@ -1,0 +1,102 @@
+"""Curves over steps or time: loss, gradient norm, learning rate, throughput, and what else a job logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lanterne.dashboard import theme
+from lanterne.dashboard.figures.heat import nothing, step_marks
+from lanterne.dashboard.words import safe
+
+LABELS: Mapping[str, str] = {
+    "training.loss": "loss",
+    "training.grad_norm": "gradient norm",
+    "training.loss_spikeness": "loss spikeness",
+    "training.lr": "learning rate",
+    "training.lr_drift": "learning rate drift",
+    "training.loss_scale": "loss scale",
+    "training.throughput": "throughput",
+    "step_ms": "step time",
+    "process.memory.usage": "host memory",
+    "hw.gpu.memory.usage": "GPU memory",
+}
+LEVELS: Mapping[str, Sequence[tuple[float, str]]] = {"training.loss_spikeness": ((5.0, "spike"),)}
+"""Lines drawn across a curve; the spikeness level is the detector's default."""
+HEIGHT = 200
+
+
+def label(name: str) -> str:
+    """A metric's name as the page shows it."""
+    return LABELS.get(name, name)
+
+
+def curve(
+    answer: Mapping[str, Any],
+    *,
+    raw: Mapping[str, Any] | None = None,
+    axis: str = "step",
+    log: bool = False,
+    marks: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The curve of ``GET jobs/{id}/metrics?name=``. ``raw`` is drawn as a faint shadow behind a smoothed one."""
+    name = str(answer.get("name", ""))
+    series = [s for s in answer.get("series") or () if s.get("value")]
+    if not series:
+        return nothing(f"no {label(name)} was logged here", HEIGHT)
+    shadow = [
+        {**_line(s, axis, theme.GREY, name), "opacity": 0.35, "hoverinfo": "skip", "showlegend": False}
+        for s in ((raw or {}).get("series") or ())
+        if s.get("value")
+    ]
+    lines = [_line(s, axis, theme.LINES[i % len(theme.LINES)], name) for i, s in enumerate(series)]
+    several = len(lines) > 1
+    for line in lines:
+        line["showlegend"] = several
+    steps = [x for s in series for x in (s["step"][0], s["step"][-1])]
+    drawn = step_marks(marks, min(steps), max(steps)) if axis == "step" else {}
+    unit = str(answer.get("unit") or "")
+    levels = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": _level_line()}
+        for at, _ in LEVELS.get(name, ())
+    ]
+    drawn["shapes"] = [*drawn.get("shapes", []), *levels]
+    figure_layout = theme.layout(
+        height=HEIGHT,
+        margin={"l": 56, "r": 14, "t": 22, "b": 30},
+        xaxis={"type": "date" if axis == "time" else "linear"},
+        yaxis={
+            "type": "log" if log else "linear",
+            "title": {"text": _unit(unit), "standoff": 6},
+            "exponentformat": "SI",
+        },
+        uirevision=f"{name}/{axis}",
+        hovermode="x unified" if several else "closest",
+        **drawn,
+    )
+    return {"data": [*shadow, *lines], "layout": figure_layout}
+
+
+def _unit(unit: str) -> str:
+    return "" if unit in {"", "1"} else safe(unit.replace("{", "").replace("}", ""), 24)
+
+
+def _level_line() -> dict[str, Any]:
+    return {"color": theme.ORANGE, "width": 1, "dash": "dash"}
+
+
+def _line(series: Mapping[str, Any], axis: str, colour: str, name: str) -> dict[str, Any]:
+    rank, tag = series.get("rank"), series.get("label")
+    who = " ".join(
+        safe(part, 40) for part in (None if rank in (None, -1) else f"rank {rank}", tag or None) if part is not None
+    )
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(series["value"]) > 1 else "markers",
+        "x": series["time"] if axis == "time" else series["step"],
+        "y": series["value"],
+        "name": who or safe(label(name)),
+        "line": {"width": 1.5, "color": colour},
+        "connectgaps": False,
+        "hovertemplate": f"%{{x}}<br><b>%{{y:.5~g}}</b><extra>{who}</extra>",
+    }

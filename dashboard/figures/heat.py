@@ -1,0 +1,135 @@
+"""The rank x step heat map: where in the job the time goes, one row a rank, one column a step."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lanterne.dashboard import theme
+from lanterne.dashboard.words import safe
+
+TITLES: Mapping[str, str] = {
+    "lateness_ms": "late at the first collective",
+    "busy_ms": "own work",
+    "wait_ms": "waited for others",
+    "step_ms": "step time",
+    "data_wait_ms": "waited for data",
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+}
+CLIP_SIGMA = 10.0
+"""The scale ends no lower than the median plus this many robust deviations, so that noise stays dark."""
+
+
+def matrix(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """The values as float32 ``[ranks, steps]``; missing cells are NaN."""
+    rows = answer.get("values") or []
+    if not rows:
+        return np.zeros((0, 0), dtype=np.float32)
+    return np.array([[np.nan if v is None else v for v in row] for row in rows], dtype=np.float32)
+
+
+def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
+    """Ends of the colour scale: first to 99.5th per cent, the upper end out of reach of mere noise.
+
+    The deviation is 1.4826 x the median absolute deviation (equals sigma for a normal distribution).
+    """
+    found = values[np.isfinite(values)]
+    if not found.size:
+        return 0.0, 1.0
+    low, middle, high = (float(v) for v in np.percentile(found, (1.0, 50.0, 99.5)))
+    sigma = 1.4826 * float(np.median(np.abs(found - middle)))
+    top = max(high, middle + CLIP_SIGMA * sigma)
+    return low, top if top > low else low + 1.0
+
+
+def typed(values: npt.NDArray[np.float32]) -> dict[str, str]:
+    """An array as plotly.js reads it without parsing numbers: base64 of little-endian float32."""
+    data = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode("ascii")
+    return {"dtype": "f4", "bdata": data, "shape": ",".join(str(n) for n in values.shape)}
+
+
+def heatmap(answer: Mapping[str, Any], marks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The heat map of ``GET jobs/{id}/heatmap``; ``marks`` are ``{step, says}`` of incidents.
+
+    Cells are the maximum of what they stand for, so one bad rank in a thousand stays a line.
+    """
+    values = matrix(answer)
+    if not values.size:
+        return nothing("no steps with this metric yet")
+    steps, ranks = list(answer["steps"]), list(answer["ranks"])
+    low, high = limits(values)
+    unit = safe(answer.get("unit") or "ms", 16)
+    few = len(ranks) <= 32
+    trace = {
+        "type": "heatmap",
+        "x": steps,
+        "y": ranks,
+        "z": typed(values),
+        "zmin": low,
+        "zmax": high,
+        "colorscale": [list(stop) for stop in theme.HEAT],
+        "colorbar": {"title": {"text": unit, "side": "right"}, "thickness": 10, "outlinewidth": 0, "len": 1.0},
+        "hovertemplate": f"rank %{{y}} · step %{{x}}<br><b>%{{z:.3~g}} {unit}</b><extra></extra>",
+        "hoverongaps": False,
+        "xgap": 0,
+        "ygap": 1 if few else 0,
+    }
+    yaxis: dict[str, Any] = {"title": {"text": "rank", "standoff": 8}, "showgrid": False, "autorange": "reversed"}
+    if few:
+        yaxis |= {"tickmode": "array", "tickvals": ranks, "ticktext": [str(r) for r in ranks]}
+    return {
+        "data": [trace],
+        "layout": theme.layout(
+            height=min(460, max(190, 90 + 22 * len(ranks))),
+            xaxis={"title": {"text": "step", "standoff": 8}, "showgrid": False},
+            yaxis=yaxis,
+            margin={"l": 56, "r": 8, "t": 22, "b": 40},
+            plot_bgcolor="rgba(128,138,152,0.16)",
+            uirevision=str(answer.get("metric")),
+            **step_marks(marks, steps[0], steps[-1]),
+        ),
+    }
+
+
+def step_marks(marks: Sequence[Mapping[str, Any]], first: float, last: float) -> dict[str, Any]:
+    """Dotted lines where incidents began, with a short label on top; outside the window they are left out."""
+    shown = [m for m in marks if m.get("step") is not None and first <= m["step"] <= last][:12]
+    line = {"color": theme.MARK, "width": 1.5, "dash": "dot"}
+    shapes = [
+        {"type": "line", "x0": m["step"], "x1": m["step"], "yref": "paper", "y0": 0, "y1": 1, "line": line}
+        for m in shown
+    ]
+    notes = [
+        {
+            "x": m["step"],
+            "yref": "paper",
+            "y": 1,
+            "yanchor": "bottom",
+            "xanchor": "left",
+            "text": "▾ " + safe(m.get("says", ""), 32),
+            "showarrow": False,
+            "font": {"size": 11, "color": theme.MARK},
+        }
+        for m in shown
+    ]
+    return {"shapes": shapes, "annotations": notes}
+
+
+def nothing(why: str, height: int = 190) -> dict[str, Any]:
+    """An empty figure that says why it is empty."""
+    note = {
+        "text": safe(why),
+        "xref": "paper",
+        "yref": "paper",
+        "x": 0.5,
+        "y": 0.5,
+        "showarrow": False,
+        "font": {"size": 13},
+    }
+    hidden = {"visible": False, "fixedrange": True}
+    return {"data": [], "layout": theme.layout(height=height, xaxis=hidden, yaxis=hidden, annotations=[note])}
