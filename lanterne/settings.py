@@ -42,6 +42,8 @@ class CollectorSettings:
     export_interval_s: float = 0.5
     compression: str = ""
     """``zstd``, ``gzip`` or ``none``; default OTEL_EXPORTER_OTLP_COMPRESSION, else gzip."""
+    tap: str = "auto"
+    """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapped functions), ``python`` or ``off``."""
     grad_norm_every: int = 10
     """Steps between sampled gradient norms where the user's loop never clips."""
     spikeness_window: int = 50
@@ -76,6 +78,8 @@ class ServerSettings:
     """0 = no bound by size."""
     lake: str = ""
     """DuckLake catalog (``postgres:…``) and data path, joined by ``|``; empty = local file only."""
+    allowed_hosts: str = ""
+    """Host names, joined by commas, under which the server may be asked besides its own; ``*`` = any."""
     tls_certificate: str = ""
     tls_key: str = ""
     dashboard: bool = True
@@ -119,6 +123,8 @@ def _validate(settings: CollectorSettings | ServerSettings) -> None:
             )
         if settings.shipper not in {"process", "thread", "none"}:
             raise UsageError(f"shipper: {settings.shipper!r} is not one of process, thread, none")
+        if settings.tap not in {"auto", "python", "off"}:
+            raise UsageError(f"tap: {settings.tap!r} is not one of auto, python, off")
         if settings.compression not in {"", "zstd", "gzip", "none"}:
             raise UsageError(f"compression: {settings.compression!r} is not one of zstd, gzip, none")
     elif settings.policy not in {"observe", "suggest", "approve", "auto"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +24,8 @@ class Opened:
     recovered: str = ""
 
 
-def connect(file: Path, *, memory_limit: str, threads: int = 2, tier: Path | None = None) -> Opened:
-    """Open ``file`` for writing, with no access to other files but the Parquet tier.
+def connect(file: Path, *, memory_limit: str, threads: int = 2, folders: Sequence[Path] = ()) -> Opened:
+    """Open ``file`` for writing, with no access to other files but those below ``folders``, which are made.
 
     A damaged log is moved aside under a dated name; its sound beginning is replayed.
     Raises :class:`StoreUnavailable` when the file is held by another process or cannot be used.
@@ -41,10 +42,10 @@ def connect(file: Path, *, memory_limit: str, threads: int = 2, tier: Path | Non
             connection = _connect(file, memory_limit, threads)
         except duckdb.Error as again:
             raise StoreUnavailable(_explain(file, again)) from again
-    folder = tier or file.parent / "tier"
-    folder.mkdir(parents=True, exist_ok=True)
-    quoted = str(folder.absolute()).replace("'", "''")
-    connection.execute(f"SET allowed_directories = ['{quoted}/']")
+    for folder in folders:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    quoted = ", ".join("'" + str(folder.absolute()).replace("'", "''") + "/'" for folder in folders)
+    connection.execute(f"SET allowed_directories = [{quoted}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return Opened(connection, recovered)

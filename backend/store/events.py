@@ -76,6 +76,7 @@ class EventStore:
     def __init__(self, file: Path, *, queue_bytes: int, memory_limit: str = "4GB", clock: Clock | None = None) -> None:
         self.file = file
         self.tier = file.parent / "tier"
+        self.adhoc = file.parent / "adhoc"
         self.clock: Clock = clock or SystemClock()
         self.quality = Quality()
         self.counters = Counters()
@@ -184,6 +185,20 @@ class EventStore:
         found: list[dict[str, Any]] = self.query(sql, params).to_pylist()
         return found
 
+    def copy_out(self, select: str, params: Mapping[str, Any], target: Path) -> int:
+        """Write the rows of ``select`` as Parquet to ``target`` (below ``tier`` or ``adhoc``); how many there were."""
+        connection = self._connection
+        if connection is None:
+            raise StoreUnavailable(self.failure or "the event store is closed")
+        quoted = str(target.absolute()).replace("'", "''")
+        try:
+            with connection.cursor() as cursor:
+                cursor.execute(f"COPY ({select}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)", params or None)
+                row = cursor.fetchone()
+        except duckdb.Error as error:
+            raise StoreUnavailable(f"the event store could not write {target.name}: {error}") from error
+        return int(row[0]) if row else 0
+
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Call ``callback(batches)`` after each commit, on the writer's thread: hand over and return at once.
 
@@ -213,7 +228,7 @@ class EventStore:
             connection.close()
 
     def _reopen(self) -> None:
-        opened: Opened = connect(self.file, memory_limit=self._memory_limit, tier=self.tier)
+        opened: Opened = connect(self.file, memory_limit=self._memory_limit, folders=(self.tier, self.adhoc))
         connection = opened.connection
         try:
             migrate.migrate_events(connection)

@@ -1,0 +1,122 @@
+"""What every handler needs, and the checks of paths, rights and pages that they share."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Path, Query, Request
+
+from lanterne import limits
+from lanterne.backend.api.hub import Hub
+from lanterne.backend.api.problems import Problem
+from lanterne.backend.store.access import KEY, Principal
+from lanterne.backend.store.control import ControlStore
+from lanterne.backend.store.events import EventStore
+from lanterne.backend.store.records import JobRecord
+from lanterne.clock import Clock
+from lanterne.settings import ServerSettings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The open stores and the settings of this server."""
+
+    store: EventStore
+    control: ControlStore
+    settings: ServerSettings
+    hub: Hub
+    clock: Clock
+    _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+
+    def cached(self, key: Any, make: Callable[[], T], seconds: float = 15.0) -> T:
+        """What ``make`` gave within the last ``seconds``; at most 1,000 keys are kept."""
+        now = self.clock.monotonic_ns()
+        known = self._cache.get(key)
+        if known is None or now - known[0] > seconds * 1e9:
+            if len(self._cache) > 1_000:
+                self._cache.clear()
+            known = self._cache[key] = (now, make())
+        found: T = known[1]
+        return found
+
+
+def _context(request: Request) -> Context:
+    found: Context = request.app.state.context
+    return found
+
+
+def _principal(request: Request) -> Principal:
+    found: Principal = request.scope[KEY]
+    return found
+
+
+Ctx = Annotated[Context, Depends(_context)]
+Who = Annotated[Principal, Depends(_principal)]
+JobId = Annotated[str, Path(pattern=limits.ID_PATTERN, description="Job id")]
+Attempt = Annotated[int | None, Query(ge=0, lt=1 << 31, description="Attempt; default the newest")]
+Step = Annotated[int | None, Query(ge=0, le=limits.STEP_MAX)]
+Limit = Annotated[int, Query(ge=1, le=limits.PAGE_ROWS_MAX)]
+Cursor = Annotated[str | None, Query(max_length=512, description="The `next` of the page before")]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """A job and one of its attempts."""
+
+    job: JobRecord
+    attempt: int
+
+    @property
+    def key(self) -> list[Any]:
+        """Parameters of ``WHERE job = ? AND attempt = ?``."""
+        return [self.job.id, self.attempt]
+
+
+def _at(context: Ctx, who: Who, job: JobId, attempt: Attempt = None) -> At:
+    found = context.control.job(job) if who.sees(job) else None
+    if found is None:
+        raise Problem(404, f"there is no job {job}")
+    newest = found.attempt.attempt if found.attempt else 0
+    return At(found, newest if attempt is None else attempt)
+
+
+OfJob = Annotated[At, Depends(_at)]
+
+
+def encode_cursor(*values: Any) -> str:
+    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str | None, *kinds: type) -> tuple[Any, ...] | None:
+    """The values behind a cursor; None without one. Raises :class:`Problem` (400) on one that is not ours."""
+    if cursor is None:
+        return None
+    try:
+        padded = cursor + "=" * (-len(cursor) % 4)
+        values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError, RecursionError):
+        values = None
+    if (
+        not isinstance(values, list)
+        or len(values) != len(kinds)
+        or not all(type(v) is k for v, k in zip(values, kinds, strict=True))
+        or any(type(v) is int and abs(v) >= 1 << 63 for v in values)
+    ):
+        raise Problem(400, "the cursor is not one that this list gave out")
+    return tuple(values)
+
+
+def page(
+    rows: Sequence[T], limit: int, show: Callable[[T], dict[str, Any]], cursor: Callable[[T], str]
+) -> dict[str, Any]:
+    """A page of a list that was asked for ``limit + 1`` rows."""
+    more = len(rows) > limit
+    rows = rows[:limit]
+    return {"items": [show(row) for row in rows], "next": cursor(rows[-1]) if more and rows else None}

@@ -1,0 +1,219 @@
+"""The server: stores, intake, live runner and the ASGI application that joins OTLP, REST and the page.
+
+``create_app`` opens everything (and applies migrations) so that a store that cannot be used is told at once;
+the lifespan's end drains and closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+
+from lanterne.backend import policy
+from lanterne.backend.api import admin, commands, incidents, jobs, live, metrics, problems, shapes, sla, steps, system
+from lanterne.backend.api.context import Context
+from lanterne.backend.api.hub import Hub
+from lanterne.backend.api.news import News
+from lanterne.backend.guard import App, Guard, check_bind
+from lanterne.backend.ingest.grpc_server import GrpcServer
+from lanterne.backend.ingest.intake import Intake
+from lanterne.backend.ingest.otlp import Otlp
+from lanterne.backend.pipeline import LiveRunner, React
+from lanterne.backend.store import migrate
+from lanterne.backend.store.control import ControlStore
+from lanterne.backend.store.events import EventStore
+from lanterne.backend.store.retention import Keeper
+from lanterne.causal.facts import Diagnosis, Facts
+from lanterne.clock import Clock, SystemClock
+from lanterne.nouns import Incident
+from lanterne.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+OUR_PATHS = ("/api/", "/v1/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/login")
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": shapes.Problem, "content": {problems.MEDIA: {}}}
+    for status in (400, 401, 403, 404, 405, 409, 413, 421, 422, 429, 500, 503)
+}
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything that runs, in the order in which it is started."""
+
+    context: Context
+    intake: Intake
+    otlp: Otlp
+    news: News
+    runner: LiveRunner
+    keeper: Keeper
+    grpc: GrpcServer | None
+
+    def start(self) -> None:
+        self.runner.start()
+        self.keeper.start()
+        if self.grpc is not None:
+            self.grpc.start()
+
+    def close(self) -> None:
+        """Stop taking, drain what was taken, close the stores."""
+        self.context.hub.close()
+        if self.grpc is not None:
+            self.grpc.close()
+        self.otlp.close()
+        self.intake.close()
+        self.keeper.close()
+        self.runner.stop()
+        self.news.close()
+        self.context.store.close()
+        self.context.control.close()
+
+
+def reaction(store: EventStore, control: ControlStore, settings: ServerSettings, clock: Clock) -> React:
+    """The policy's door for the live runner: follow earlier orders, then decide about this incident."""
+
+    def react(incident: Incident, facts: Facts) -> Incident | None:
+        now = clock.unix_ns()
+        followed = {i.id: i for i in policy.verify(control, store, facts, now)}
+        current = followed.get(incident.id, incident)
+        diagnosis = Diagnosis(kind=current.kind, causes=current.causes)
+        decided = policy.react(control, store, facts.job, facts.attempt, current, diagnosis, facts, settings, now)
+        return decided if decided != incident else None
+
+    return react
+
+
+def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
+    """Migrate and open the stores and build what works on them. Raises :class:`StoreUnavailable`."""
+    migrate.upgrade(settings, branch="control")
+    control = ControlStore.open(settings, clock=clock)
+    store = EventStore.open(settings, clock=clock)
+    hub = Hub()
+    context = Context(store=store, control=control, settings=settings, hub=hub, clock=clock)
+    intake = Intake(store, control)
+    return Parts(
+        context=context,
+        intake=intake,
+        otlp=Otlp(intake),
+        news=News(store, control, hub),
+        runner=LiveRunner(store, control, settings, clock=clock, react=reaction(store, control, settings, clock)),
+        keeper=Keeper(store, settings, clock),
+        grpc=GrpcServer(intake, control, settings) if settings.grpc_port else None,
+    )
+
+
+def rest_app(context: Context) -> FastAPI:
+    """The REST API alone; the guard has to stand before it."""
+    app = FastAPI(
+        title="Lanterne",
+        version=version("lanterne"),
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        separate_input_output_schemas=False,
+    )
+    app.state.context = context
+    api = APIRouter(prefix="/api/v1")
+    for part in (jobs, metrics, steps, incidents, commands, sla, live, admin):
+        api.include_router(part.router)
+    app.include_router(api)
+    app.include_router(system.router)
+    problems.install(app)
+    return app
+
+
+class Server:
+    """The path dispatcher behind the guard; the page's lifespan runs beside ours."""
+
+    def __init__(self, parts: Parts, api: FastAPI, page: App | None) -> None:
+        self.parts, self._api, self._page = parts, api, page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+            return
+        path = scope["path"]
+        if path.startswith("/v1/"):
+            await self.parts.otlp(scope, receive, send)
+        elif self._page is None or path.startswith(OUR_PATHS):
+            await self._api(scope, receive, send)
+        else:
+            await self._page(scope, receive, send)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _page_lifespan(self._page, scope):
+            await receive()
+            self.parts.start()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await asyncio.to_thread(self.parts.close)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+@contextlib.asynccontextmanager
+async def _page_lifespan(page: App | None, scope: Scope) -> Any:
+    """Run the page's own startup and shutdown around ours; a page without a lifespan is left alone."""
+    if page is None:
+        yield
+        return
+    asked: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+    told: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+
+    async def life() -> None:
+        try:
+            await page(dict(scope), asked.get, told.put)
+        except Exception as error:
+            await told.put({"type": "lifespan.startup.failed", "message": str(error)})
+
+    task = asyncio.create_task(life())
+    await asked.put({"type": "lifespan.startup"})
+    answer = await told.get()
+    if answer["type"] == "lifespan.startup.failed":
+        log.warning("the page has no lifespan or failed to start: %s", answer.get("message", ""))
+    try:
+        yield
+    finally:
+        await asked.put({"type": "lifespan.shutdown"})
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+
+
+def create_app(settings: ServerSettings, page: App | None = None, *, clock: Clock | None = None) -> App:
+    """The whole server as one ASGI application.
+
+    Raises :class:`UsageError` for a bind that is open to others without a token and :class:`StoreUnavailable`
+    when a store cannot be opened. Run it with its lifespan: that starts the live runner and closes the stores.
+    """
+    check_bind(settings)
+    clock = clock or SystemClock()
+    parts = open_parts(settings, clock)
+    api = rest_app(parts.context)
+    guard = Guard(Server(parts, api, page), parts.context.control, settings, clock)
+    api.state.guard = guard
+    return guard
+
+
+def serve(settings: ServerSettings, page: App | None = None) -> None:
+    """Serve in the foreground until SIGINT or SIGTERM; what was taken is committed before it returns."""
+    import uvicorn
+
+    uvicorn.run(
+        create_app(settings, page),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        server_header=False,
+        ssl_certfile=settings.tls_certificate or None,
+        ssl_keyfile=settings.tls_key or None,
+        timeout_graceful_shutdown=10,
+    )
