@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -105,6 +106,7 @@ def _start_process(folder: Path, settings: CollectorSettings, lock_fd: int) -> N
             pass_fds=(lock_fd,),
             start_new_session=True,
         )
+    _tell_launcher(folder)
     # it forks once and leaves at once, so that the trainer never has a child that it did not make
     threading.Thread(target=process.wait, name="lanterne-reap", daemon=True).start()
 
@@ -133,6 +135,16 @@ def _bound_log(folder: Path) -> None:
         pass
 
 
+def _tell_launcher(folder: Path) -> None:
+    """Let ``lanterne run`` know whom to wait a moment for: a container ends with its first process."""
+    notes = os.environ.get("LANTERNE_EXITS", "")
+    try:
+        if notes:
+            Path(notes, f"shipper-{os.getpid()}").write_text(str(folder), encoding="utf-8")
+    except OSError:
+        pass
+
+
 def main(arguments: Sequence[str]) -> int:
     """``python -m lanterne.collector.shipper FOLDER [--lock-fd N]``; without a descriptor it takes the lock itself."""
     folder = Path(arguments[0])
@@ -153,7 +165,11 @@ def main(arguments: Sequence[str]) -> int:
         pass
     from lanterne.collector.shipping import Shipper
 
-    Shipper(folder, load(CollectorSettings)).run()
+    shipper = Shipper(folder, load(CollectorSettings))
+    for name in ("SIGINT", "SIGHUP"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: shipper.hurry())
+    shipper.run()
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lanterne.clock import Clock, SystemClock
+from lanterne.collector import upkeep
 from lanterne.collector.export import Exporter, Transport, batches, resolve
 from lanterne.collector.local_rank import LocalRank
 from lanterne.collector.relay import Relay
@@ -31,6 +32,8 @@ HEARTBEAT_S = 1.0
 SAMPLE_S = 1.0
 LINGER_S = 30.0
 """How long a shipper with nobody left to watch keeps trying to reach the backend."""
+HURRY_S = 3.0
+"""The same after a SIGTERM."""
 QUIET_S = 1.5
 """How long after the last rank's end a late rank of the same attempt is waited for."""
 EMPTY_S = 60.0
@@ -60,6 +63,8 @@ class Shipper:
         self._relay: Relay | None = None
         self._threads: list[threading.Thread] = []
         self._due: dict[str, int] = {}
+        self._turning = threading.Lock()
+        self._linger_s = LINGER_S
         self._last_turn_ns = 0
         self._grace_until_ns = 0
 
@@ -72,24 +77,28 @@ class Shipper:
         try:
             while not self._stop.is_set():
                 try:
-                    self.turn()
+                    with self._turning:
+                        self.turn()
                 except Exception as error:
                     self._log(f"{type(error).__name__}: {error}")
                 now = self._clock.monotonic_ns()
                 if any(not r.ended for r in self._ranks.values()):
                     quiet_since = now
-                elif not self._ranks and (now - started) / 1e9 < EMPTY_S:
-                    pass
-                elif self._done((now - quiet_since) / 1e9):
+                elif self._done(bool(self._ranks), (now - started) / 1e9, (now - quiet_since) / 1e9):
+                    self._upkeep()
                     break
                 self._sleep()
         finally:
             self._end()
 
-    def _done(self, quiet_s: float) -> bool:
-        if quiet_s < QUIET_S:
+    def _done(self, served: bool, age_s: float, quiet_s: float) -> bool:
+        if quiet_s < QUIET_S or (not served and age_s < EMPTY_S):
             return False
-        return self.spool.next() is None or quiet_s > QUIET_S + LINGER_S
+        return self.spool.next() is None or quiet_s > QUIET_S + self._linger_s
+
+    def hurry(self) -> None:
+        """Told to end (SIGTERM): serve the ranks that still live, then give the backend only a short while."""
+        self._linger_s = HURRY_S
 
     def finish(self, patience_s: float) -> None:
         """Thread mode, at the trainer's exit: a last drain, then at most ``patience_s`` for the backend to take it."""
@@ -97,13 +106,22 @@ class Shipper:
             return
         deadline = time.monotonic() + patience_s
         try:
-            self._flush(force=True)
+            with self._turning:
+                self._flush()
             while self.spool.next() is not None and time.monotonic() < deadline and self.exporter.reachable():
                 time.sleep(0.02)
         finally:
             self._stop.set()
             self._wake.set()
             self._finished.wait(max(0.0, deadline - time.monotonic()))
+
+    def _upkeep(self) -> None:
+        """Before leaving: send what earlier shippers had to leave behind, and tidy up behind jobs long gone."""
+        base = self._folder.parent.parent
+        if not self._only_pid and self.spool.next() is None and self.exporter.reachable():
+            upkeep.adopt(base, self._settings, patience_s=self._linger_s)
+        if not self._only_pid:
+            upkeep.prune(base, keep=self._folder, now_s=self._clock.unix_ns() / 1e9)
 
     def _end(self) -> None:
         self._stop.set()
@@ -264,11 +282,11 @@ class Shipper:
 
     # --- to the spool ----------------------------------------------------------------------------
 
-    def _flush(self, force: bool = False) -> None:
+    def _flush(self) -> None:
         drained = []
         for rank in self._ranks.values():
             events = self._waiting.pop(rank.rank, [])
-            if not rank.ended or force:
+            if not rank.ended:
                 events = events + rank.drain()
             if events:
                 events.sort(key=lambda e: e.sequence)

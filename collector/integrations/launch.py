@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 from lanterne import limits
 from lanterne.collector.integrations.auto import note_exit
+from lanterne.collector.shipper import is_running
 from lanterne.errors import UsageError
 from lanterne.settings import CollectorSettings, load
 
@@ -32,6 +33,7 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _FROM_TERMINAL = frozenset({"SIGINT", "SIGQUIT", "SIGHUP"})
 _TEE_OPTIONS = ("-r", "--redirects", "-t", "--tee", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs")
 _JOB_OPTIONS = ("--rdzv-id", "--rdzv_id")
+SHIPPER_PATIENCE_S = 5.0
 _KEEP_S = 3600.0
 _JOB_VARIABLES = ("LANTERNE_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
@@ -206,6 +208,14 @@ def _clean_up() -> None:
             continue
 
 
+def _wait_for_shippers(folder: Path) -> None:
+    """Give the shippers of this launch a moment to deliver the end: in a container they die with us."""
+    deadline = time.monotonic() + SHIPPER_PATIENCE_S
+    served = [Path(note.read_text(encoding="utf-8")) for note in folder.glob("shipper-*")]
+    while any(is_running(session) for session in served) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def main(argv: list[str]) -> int:
     """Run ``argv`` (a command, with or without a leading ``--``) with Lanterne attached; returns its exit code.
 
@@ -222,6 +232,7 @@ def main(argv: list[str]) -> int:
         environ = environment(settings, command, str(folder))
         command = with_tee(command, str(folder / "ranks"))
     code = run(command, environ, folder, tee=not settings.disabled)
+    _wait_for_shippers(folder)
     if code >= 0:
         return code
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # one core is enough
