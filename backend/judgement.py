@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,9 @@ from lanterne.backend import detect, incidents
 from lanterne.backend.detect.base import Levels, step_ms
 from lanterne.backend.incidents import Case
 from lanterne.causal.facts import Diagnosis, Facts
-from lanterne.nouns import Cause, CauseCategory, Cost, Evidence, IncidentStatus, Report, to_json
+from lanterne.nouns import Anomaly, Cause, CauseCategory, Cost, Evidence, IncidentStatus, Report, to_json
+
+log = logging.getLogger(__name__)
 
 LIVE = frozenset({"live", "simulator", "spool"})
 """Sources whose healthy runs are full of series: there the detectors alone decide whether something is wrong."""
@@ -60,7 +63,7 @@ def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, level
     seen = [case for case in cases if case.anomalies and not case.missed]
     offline = not LIVE & set(facts.sources)
     if seen or offline:
-        diagnosis = causal.diagnose(facts, anomalies)
+        diagnosis = _diagnose(facts, anomalies)
         diagnosis = replace(diagnosis, causes=tuple(priced(facts, cause) for cause in diagnosis.causes))
         if not seen and _claims(diagnosis):  # files without series: what happened is in their events alone
             seen = [incidents.from_diagnosis(facts, diagnosis)]
@@ -72,6 +75,15 @@ def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, level
 def judge(facts: Facts, *, levels: Levels | None = None) -> Report:
     """The report of a window, offline: the one door for readers, simulator and benchmarks."""
     return evaluate(facts, levels=levels).report
+
+
+def _diagnose(facts: Facts, anomalies: Sequence[Anomaly]) -> Diagnosis:
+    """The engine's answer. An error in it must not hide what the detectors saw: the incident then has no cause."""
+    try:
+        return causal.diagnose(facts, anomalies)
+    except Exception:
+        log.exception("diagnosis of job %s failed", facts.job)
+        return Diagnosis(kind="none", anomalies=tuple(anomalies))
 
 
 def _claims(diagnosis: Diagnosis) -> bool:

@@ -169,11 +169,12 @@ def _spike(
 def _quantile(facts: Facts, loss: FloatArray) -> list[Anomaly]:
     """Loss above its window's 99.5% quantile, and half again above its median, three steps running."""
     above = np.zeros(len(loss), bool)
-    for t in range(HISTORY_MIN, len(loss)):
-        past = _before(loss, max(HISTORY_MIN, t - 2))
-        if len(past) >= HISTORY_MIN and np.isfinite(loss[t]):
+    usual_all = float(median(loss))
+    for row in np.flatnonzero(np.isfinite(loss) & (loss > abs(usual_all) * 1.1)).tolist():
+        past = _before(loss, max(HISTORY_MIN, row - 2)) if row >= HISTORY_MIN else loss[:0]
+        if len(past) >= HISTORY_MIN:
             usual = float(np.median(past))
-            above[t] = loss[t] > max(
+            above[row] = loss[row] > max(
                 float(np.quantile(past, QUANTILE)),
                 QUANTILE_RISE * abs(usual),
                 usual + SPIKE_Z * max(robust_scale(past), 0.02 * abs(usual)),
@@ -245,6 +246,8 @@ def gradient_level(facts: Facts, levels: Levels) -> list[Anomaly]:
 def vanishing(facts: Facts) -> list[Anomaly]:
     """Gradient norm below 1e-6 for a span of steps, in a run that once had larger ones."""
     norm = median(facts.get("grad_norm"), axis=1)
+    if not len(norm):
+        return []
     tiny = np.isfinite(norm) & (norm < VANISHING)
     streak = np.convolve(tiny, np.ones(VANISHING_STEPS), "full")[: len(tiny)]
     hit = np.flatnonzero(streak >= VANISHING_STEPS)
