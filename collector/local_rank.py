@@ -14,6 +14,7 @@ from lanterne.collector.blackbox import BlackBox
 from lanterne.collector.clock_sync import Snapshot
 from lanterne.collector.export import full_identity
 from lanterne.collector.procfs import Ending, ProcessView, ending_by_pidfd, open_pidfd
+from lanterne.collector.sources.memory import oom_kills
 from lanterne.collector.watchdog import Look, PhaseBounds, RankWatch, StackDoor
 from lanterne.nouns import Collective, Event, EventName, Identity, Kind
 
@@ -52,6 +53,7 @@ class LocalRank:
             str(about.get("worker_server", "") or ""),
         )
         self._stderr = self._find_stderr()
+        self._oom_kills = oom_kills(os.getpid())  # of the shipper's own cgroup: the rank's is gone with the rank
         self._moved_ns = 0
         self.closed = False
         self.ended = bool((state or {}).get("ended", False))
@@ -187,6 +189,9 @@ class LocalRank:
             attributes["exit_code"] = ending.exit_code
         if ending.signal is not None:
             attributes["signal"] = ending.signal
+        killed = oom_kills(os.getpid()) - self._oom_kills
+        if killed > 0:
+            attributes["oom_kills"] = killed
         plain = {"pid": self.process.pid, "exit_code": ending.exit_code, "signal": ending.signal}
         self._leave(f"rank-{self.rank}.exit.json", json.dumps(plain))
         if tail:

@@ -101,6 +101,14 @@ class ProcessView:
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
         return False
 
+    def variable(self, name: str) -> str:
+        """A variable of the process's environment as it was started; empty when unset or not ours to read."""
+        for pair in _read(f"/proc/{self.pid}/environ", 1 << 20).split("\0"):
+            key, _, value = pair.partition("=")
+            if key == name:
+                return value
+        return ""
+
     def where(self) -> str:
         """State, kernel wait channel and, where allowed, kernel stack of every thread, as plain text."""
         lines = [f"process {self.pid}: state {self.state() or 'gone'}"]

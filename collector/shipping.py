@@ -21,6 +21,7 @@ from lanterne.collector import upkeep
 from lanterne.collector.export import Exporter, Transport, batches, resolve
 from lanterne.collector.local_rank import LocalRank
 from lanterne.collector.relay import Relay
+from lanterne.collector.sampling import Sampler
 from lanterne.collector.spool import Spool
 from lanterne.collector.watchdog import collect_stacks, newly_stalled
 from lanterne.nouns import Event
@@ -29,7 +30,7 @@ from lanterne.settings import CollectorSettings
 
 TICK_S = 0.2
 HEARTBEAT_S = 1.0
-SAMPLE_S = 1.0
+SAMPLE_S = 2.0
 LINGER_S = 30.0
 """How long a shipper with nobody left to watch keeps trying to reach the backend."""
 HURRY_S = 3.0
@@ -57,6 +58,7 @@ class Shipper:
         spool = folder / ("spool" if not only_pid else f"spool-{only_pid}")
         self.spool = Spool(spool, quality=self.quality, bytes_max=settings.spool_bytes)
         self.exporter = Exporter(self.spool, settings, os.environ, quality=self.quality)
+        self.sampler = Sampler()
         self._ranks: dict[int, LocalRank] = {}
         self._waiting: dict[int, list[Event]] = {}
         self._stop, self._wake, self._finished = threading.Event(), threading.Event(), threading.Event()
@@ -167,6 +169,9 @@ class Shipper:
             counts = self.quality.counts()
             for rank in self._living():
                 self._say(rank, rank.heartbeat(counts))
+        if self._is_due("sample", SAMPLE_S):
+            for rank, events in self.sampler.take(self._living(), now):
+                self._say(rank, *events)
         self._report_clock()
         urgent |= self._report_ends()
         if urgent or self._is_due("flush", self._settings.export_interval_s):
