@@ -77,7 +77,9 @@ class Relay:
         if path.exists():
             return True
         found = (
-            {"key": self._pinned, "source": "settings"} if self._pinned else self._get_json(f"/jobs/{self._job}/key")
+            {"public_key": self._pinned, "source": "settings"}
+            if self._pinned
+            else self._get_json(f"/jobs/{self._job}/key")
         )
         if not isinstance(found, dict) or len(json.dumps(found)) > limits.ATTRIBUTE_VALUE_BYTES_MAX:
             return False
