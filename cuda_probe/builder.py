@@ -17,9 +17,10 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = "liblanterne_cupti.so"
 NCCL_LIBRARY = "liblanterne_nccl.so"
+STATS_LIBRARY = "liblanterne_stats.so"
 STANDIN = "libstandin_cuda.so"
 STANDIN_NCCL = "libstandin_nccl.so"
-_PLAIN = ((LIBRARY, "cupti_probe.cpp"), (NCCL_LIBRARY, "nccl_probe.cpp"))
+_PLAIN = ((LIBRARY, "cupti_probe.cpp"), (NCCL_LIBRARY, "nccl_probe.cpp"), (STATS_LIBRARY, "stats_cpu.cpp"))
 _PLAIN_TESTS = ((STANDIN, "standin_cuda.cpp"), (STANDIN_NCCL, "standin_nccl.cpp"))
 TIMEOUT_S = 300
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
@@ -58,8 +59,8 @@ def find_nvcc() -> str:
     return found or next((str(p) for p in candidates if p.exists()), "")
 
 
-def _key(compiler: str, tests: bool) -> str:
-    digest = hashlib.sha256(f"{compiler}|{tests}|{find_nvcc()}".encode())
+def _key(compiler: str, tests: bool, device: bool) -> str:
+    digest = hashlib.sha256(f"{compiler}|{tests}|{device and find_nvcc()}".encode())
     for path in sorted(
         p for p in SOURCES.rglob("*") if p.suffix in {".cpp", ".h", ".cu"} or p.name == "CMakeLists.txt"
     ):
@@ -67,9 +68,9 @@ def _key(compiler: str, tests: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def target_folder(*, tests: bool = False) -> Path:
+def target_folder(*, tests: bool = False, device: bool = True) -> Path:
     """Where a build of these very sources with this compiler lies or would lie."""
-    return cache_folder() / f"probe-{_key(_compiler(), tests)}"
+    return cache_folder() / f"probe-{_key(_compiler(), tests, device)}"
 
 
 def _run(command: list[str]) -> None:
@@ -78,12 +79,14 @@ def _run(command: list[str]) -> None:
         raise RuntimeError((done.stdout + done.stderr)[-3000:])
 
 
-def _with_cmake(cmake: str, compiler: str, out: Path, tests: bool) -> None:
+def _with_cmake(cmake: str, compiler: str, out: Path, tests: bool, device: bool) -> None:
     with tempfile.TemporaryDirectory() as work:
         _run(
             [
                 cmake, "-S", str(SOURCES), "-B", work, "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_COMPILER={compiler}",
-                f"-DLANTERNE_PROBE_TESTS={'ON' if tests else 'OFF'}", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
+                f"-DLANTERNE_PROBE_TESTS={'ON' if tests else 'OFF'}",
+                f"-DLANTERNE_WITH_CUDA={'ON' if device and find_nvcc() else 'OFF'}",
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             ]
         )  # fmt: skip
         _run([cmake, "--build", work, "--parallel", "2"])
@@ -95,8 +98,11 @@ def _with_compiler(compiler: str, out: Path, tests: bool) -> None:
         _run([compiler, *flags, str(SOURCES / "src" / source), "-o", str(out / library), "-ldl", "-pthread"])
 
 
-def build(*, tests: bool = False) -> BuildResult:
-    """Compile, or find the build of the same sources; never raises for a missing tool or a failed build."""
+def build(*, tests: bool = False, device: bool = True) -> BuildResult:
+    """Compile, or find the build of the same sources; never raises for a missing tool or a failed build.
+
+    ``tests`` adds the stand-in drivers; ``device`` compiles the CUDA kernels where nvcc is found.
+    """
     compiler, cmake, nvcc = _compiler(), shutil.which("cmake") or "", find_nvcc()
     result = BuildResult(compiler=compiler, cmake=cmake, nvcc=nvcc)
     if not nvcc:
@@ -105,7 +111,7 @@ def build(*, tests: bool = False) -> BuildResult:
         result.missing.append("a C++17 compiler (g++ or clang++)")
         result.reason = "no C++ compiler was found; install g++ or clang++ and run this again"
         return result
-    target = target_folder(tests=tests)
+    target = target_folder(tests=tests, device=device)
     result.library = str(target / LIBRARY)
     if Path(result.library).exists():
         result.built = result.cached = True
@@ -116,7 +122,7 @@ def build(*, tests: bool = False) -> BuildResult:
             out = Path(scratch) / "out"
             out.mkdir()
             if cmake:
-                _with_cmake(cmake, compiler, out, tests)
+                _with_cmake(cmake, compiler, out, tests, device)
             else:
                 _with_compiler(compiler, out, tests)
             _publish(out, target)

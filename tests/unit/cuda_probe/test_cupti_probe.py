@@ -38,7 +38,7 @@ print(json.dumps(out))
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The probe and the stand-in, which is also linked under the names that the probe opens."""
     os.environ.setdefault("LANTERNE_CACHE", str(tmp_path_factory.mktemp("cache")))
-    result = probe_build.build(tests=True)
+    result = probe_build.build(tests=True, device=False)
     assert result.built, result.reason
     library = Path(result.library)
     names = tmp_path_factory.mktemp("standin")
@@ -155,10 +155,12 @@ def test_any_mix_of_batches_arrives_in_order(libraries: tuple[Path, Path], sizes
     assert out["sizes"] == sizes
 
 
-def test_status_without_a_driver_is_one_plain_reason(tmp_path: Path) -> None:
+def test_status_without_a_driver_is_one_plain_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("nvidia-smi"):
         pytest.skip("this machine has an NVIDIA driver")
-    assert cuda_probe.build()["built"]
+    monkeypatch.setenv("LANTERNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe_build, "find_nvcc", lambda: "")
+    assert probe_build.build().built
     found = cuda_probe.status()
     assert (found["built"], found["collecting"], found["status"]) == (True, False, "no-driver")
     assert "no NVIDIA driver" in found["reason"]

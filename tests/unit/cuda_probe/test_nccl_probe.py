@@ -39,7 +39,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ.setdefault("LANTERNE_CACHE", str(tmp_path_factory.mktemp("cache")))
-    result = builder.build(tests=True)
+    result = builder.build(tests=True, device=False)
     assert result.built, result.reason
     return Path(result.library).parent
 
