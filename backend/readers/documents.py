@@ -14,7 +14,9 @@ from lanterne.backend.readers.source import Source, lines, read_all
 from lanterne.errors import UnreadableInput
 from lanterne.nouns import NO_RANK
 
-_PROMETHEUS = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[+-]?(?:[\d.eE+-]+|NaN|Inf))(?:\s+\d+)?$")
+_PROMETHEUS = re.compile(
+    r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[+-]?(?:[\d.eE+-]+|NaN|Inf))(?:\s+\d+)?$"
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _HANG_GAUGE = re.compile(r"(?:^|_)hang(?:_|$|ed)", re.IGNORECASE)
 
@@ -142,7 +144,9 @@ def read_json(source: Source, gather: Gather) -> int:
     history = value.get("log_history")
     if isinstance(history, list):  # Hugging Face trainer_state.json
         settings = {k: v for k, v in value.items() if not isinstance(v, (list, dict)) and k not in metrics.STEP_KEYS}
-        metrics.RowMetrics(gather, source.rank, source.name)._settings({metrics._key(k): v for k, v in settings.items()})
+        metrics.RowMetrics(gather, source.rank, source.name)._settings(
+            {metrics._key(k): v for k, v in settings.items()}
+        )
         return _rows(source, gather, [r for r in history if isinstance(r, dict)])
     if _is_golden(value):
         return _golden(source, gather, value)

@@ -37,11 +37,15 @@ _alias("grad_norm", 1.0, "grad_norm", "grad norm", "gnorm", "train/grad_norm", "
        "global_grad_norm", "training.grad_norm", "grad_norm_total", "grads_norm", "train/gnorm", "optim/grad_norm")  # fmt: skip
 _alias("grad_norm_local", 1.0, "grad_norm_local", "local_grad_norm", "training.grad_norm_local", "pre_reduce_grad_norm",
        "grad_norm_before_reduce", "rank_grad_norm")  # fmt: skip
-_alias("grad_nonfinite", 1.0, "grad_nonfinite", "nonfinite_grads", "nan_count", "num_nonfinite", "number of nan iterations")
+_alias(
+    "grad_nonfinite", 1.0, "grad_nonfinite", "nonfinite_grads", "nan_count", "num_nonfinite", "number of nan iterations"
+)
 _alias("lr", 1.0, "lr", "learning_rate", "learning rate", "train/learning_rate", "train/lr", "training.lr", "lr-adamw", "lr_0",
        "optim/learning_rate", "lr/group_0")  # fmt: skip
 _alias("lr_planned", 1.0, "lr_planned", "planned_lr", "training.lr_planned", "scheduler_lr")
-_alias("loss_scale", 1.0, "loss_scale", "loss scale", "scale", "grad_scale", "amp_scale", "training.loss_scale", "scaler")
+_alias(
+    "loss_scale", 1.0, "loss_scale", "loss scale", "scale", "grad_scale", "amp_scale", "training.loss_scale", "scaler"
+)
 _alias("update_ratio", 1.0, "update_ratio", "update_norm_ratio", "param_update_ratio", "update_to_weight", "training.update_ratio",
        "update_norm", "effective_lr", "update_rms")  # fmt: skip
 _alias("step_ms", 1.0, "step_ms", "step_time_ms", "iter_ms", "iter_time_ms", "elapsed time per iteration (ms)", "iteration_time_ms",
@@ -53,7 +57,15 @@ for _phase in ("data_wait", "h2d", "forward", "backward", "optimizer", "checkpoi
                "wait", "transfer", "gc", "loader"):  # fmt: skip
     _alias(f"{_phase}_ms", 1.0, f"{_phase}_ms", f"{_phase}_time_ms")
     _alias(f"{_phase}_ms", 1000.0, f"{_phase}_s", f"{_phase}_time", f"{_phase}_time_s", f"{_phase}_seconds")
-_alias("data_wait_ms", 1000.0, "data_time", "dataloader_time", "data_loading_time", "time_metrics/data_loading(s)", "batch_load_time")
+_alias(
+    "data_wait_ms",
+    1000.0,
+    "data_time",
+    "dataloader_time",
+    "data_loading_time",
+    "time_metrics/data_loading(s)",
+    "batch_load_time",
+)
 _alias("data_wait_ms", 1.0, "data_ms", "dataloader_ms", "data_loading_ms", "loader_wait_ms", "dataload_ms")
 _alias("forward_ms", 1.0, "fwd_ms")
 _alias("backward_ms", 1.0, "bwd_ms", "backward_wall_ms")
@@ -65,8 +77,17 @@ _alias("rss_bytes", 1.0, "rss_bytes", "rss", "process.memory.usage", "host_rss_b
 _alias("rss_bytes", float(1 << 20), "rss_mb", "rss_mib", "host_mem_mb")
 _alias("rss_bytes", float(1 << 30), "rss_gb", "rss_gib", "host_mem_gb")
 _alias("shm_bytes", 1.0, "shm_bytes")
-_alias("gpu_allocated_bytes", 1.0, "gpu_allocated_bytes", "mem-allocated-bytes", "memory_allocated", "hw.gpu.memory.usage")
-_alias("gpu_allocated_bytes", float(1 << 30), "memory_allocated_gb", "gpu_mem_gb", "memory/max_active(gib)", "allocated_gib")
+_alias(
+    "gpu_allocated_bytes", 1.0, "gpu_allocated_bytes", "mem-allocated-bytes", "memory_allocated", "hw.gpu.memory.usage"
+)
+_alias(
+    "gpu_allocated_bytes",
+    float(1 << 30),
+    "memory_allocated_gb",
+    "gpu_mem_gb",
+    "memory/max_active(gib)",
+    "allocated_gib",
+)
 _alias("gpu_allocated_bytes", float(1 << 20), "memory_allocated_mb", "gpu_mem_mb", "allocated_mib")
 _alias("gpu_reserved_bytes", 1.0, "gpu_reserved_bytes", "memory_reserved")
 _alias("gpu_reserved_bytes", float(1 << 30), "memory_reserved_gb", "memory/max_reserved(gib)", "reserved_gib")
@@ -85,7 +106,9 @@ _alias("time_s", 1.0, "time_s", "timestamp", "wall_time", "_timestamp", "ts", "u
 STEP_KEYS = ("step", "global_step", "iteration", "iter", "_step", "train/global_step", "trainer/global_step", "global_steps",
              "steps", "num_updates", "it", "s", "training_step", "optimizer_step")  # fmt: skip
 _STEP_KEYS = frozenset(_key(k) for k in STEP_KEYS)
-_RANK_KEYS = frozenset(_key(k) for k in ("rank", "global_rank", "process_index", "RANK", "node_rank_global", "proc", "dp_rank"))
+_RANK_KEYS = frozenset(
+    _key(k) for k in ("rank", "global_rank", "process_index", "RANK", "node_rank_global", "proc", "dp_rank")
+)
 _HOST_KEYS = frozenset(_key(k) for k in ("host", "hostname", "node"))
 SETTING_KEYS = {
     _key("max_grad_norm"): "clip", _key("clip_grad"): "clip", _key("gradient_clip_val"): "clip", _key("grad_clip"): "clip",
@@ -100,9 +123,13 @@ SETTING_KEYS = {
 
 _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|NaN|NAN|inf|Inf|INF|Infinity)\b"
 _PAIR = re.compile(rf"(?P<key>[A-Za-z_][\w /.()-]{{0,60}}?)['\"]?\s*[=:]\s*['\"]?(?P<value>{_NUMBER})(?P<unit>ms|s|%)?")
-_STEP_WORD = re.compile(r"\b(?:step|iteration|iter|it|global_step|steps)\b['\"]?\s*[=:# ]?\s*\[?(\d{1,12})\b", re.IGNORECASE)
+_STEP_WORD = re.compile(
+    r"\b(?:step|iteration|iter|it|global_step|steps)\b['\"]?\s*[=:# ]?\s*\[?(\d{1,12})\b", re.IGNORECASE
+)
 _NANOGPT = re.compile(r"^s:(\d+) (\w+):")
-_WORTH = re.compile(r"loss|norm|\blr\b|learning.rate|\btrl:|_ms\b|step.time|iter.*time|checksum|scale|valid_|tokens", re.IGNORECASE)
+_WORTH = re.compile(
+    r"loss|norm|\blr\b|learning.rate|\btrl:|_ms\b|step.time|iter.*time|checksum|scale|valid_|tokens", re.IGNORECASE
+)
 _TWO_COLUMNS = re.compile(rf"^(\d+)[\t ,]+({_NUMBER})$")
 
 
@@ -153,9 +180,20 @@ class RowMetrics:
         flat = flatten(row)
         by_key = {_key(k): v for k, v in flat.items()}
         if step is None:
-            step = next((int(v) for k in STEP_KEYS if (v := number(by_key.get(_key(k)))) is not None and math.isfinite(v) and v >= 0), None)
+            step = next(
+                (
+                    int(v)
+                    for k in STEP_KEYS
+                    if (v := number(by_key.get(_key(k)))) is not None and math.isfinite(v) and v >= 0
+                ),
+                None,
+            )
         own = next((number(by_key[k]) for k in _RANK_KEYS if k in by_key), None)
-        who = int(own) if own is not None and math.isfinite(own) and 0 <= own < 131_072 else (self.rank if rank is None else rank)
+        who = (
+            int(own)
+            if own is not None and math.isfinite(own) and 0 <= own < 131_072
+            else (self.rank if rank is None else rank)
+        )
         host = next((str(by_key[k]) for k in _HOST_KEYS if k in by_key), "")
         if host and who >= 0:
             self.gather.place(who, host=host)
@@ -182,7 +220,9 @@ class RowMetrics:
             value = number(item)
             if value is not None:
                 self.found += 1
-                self.gather.sample(alias[0], step, i if isinstance(raw, list) and len(values) > 1 else rank, value * alias[1])
+                self.gather.sample(
+                    alias[0], step, i if isinstance(raw, list) and len(values) > 1 else rank, value * alias[1]
+                )
 
     def _settings(self, by_key: Mapping[str, Any]) -> None:
         for key, name in SETTING_KEYS.items():
@@ -205,12 +245,25 @@ class RowMetrics:
                 from lanterne.backend.readers import patterns
 
                 for pattern, attributes in patterns.match(text):
-                    plain = {k: v for k, v in attributes.items() if k not in {"rank", "step", "host", "name", "ref", "body"}}
-                    self.gather.event(f"log.{pattern.event}", rank=rank, step=-1 if step is None else step, body=text[:1000], ref=self.where, **plain)
+                    plain = {
+                        k: v for k, v in attributes.items() if k not in {"rank", "step", "host", "name", "ref", "body"}
+                    }
+                    self.gather.event(
+                        f"log.{pattern.event}",
+                        rank=rank,
+                        step=-1 if step is None else step,
+                        body=text[:1000],
+                        ref=self.where,
+                        **plain,
+                    )
                 if re.search(r"resum|restor|load.*checkpoint", text, re.IGNORECASE):
-                    self.gather.event("log.resumed", rank=rank, step=-1 if step is None else step, body=text[:200], ref=self.where)
+                    self.gather.event(
+                        "log.resumed", rank=rank, step=-1 if step is None else step, body=text[:200], ref=self.where
+                    )
         if by_key.get("resumed") in (True, 1) or by_key.get("resume") in (True, 1):
-            self.gather.event("log.resumed", rank=rank, step=-1 if step is None else step, body="resumed", ref=self.where)
+            self.gather.event(
+                "log.resumed", rank=rank, step=-1 if step is None else step, body="resumed", ref=self.where
+            )
 
     def close(self) -> None:
         """Leave which keys each rank logged: uneven sets are a broken stream of reductions."""

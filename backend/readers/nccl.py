@@ -9,7 +9,9 @@ from typing import Any
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, lines
 
-_TABLE = re.compile(r"^\s*(?P<bytes>\d+)\s+\d+\s+\w+\s+\w+(?:\s+-?\d+)?\s+(?P<us>[\d.]+)\s+(?P<alg>[\d.]+)\s+(?P<bus>[\d.]+)\s+(?P<wrong>\S+)")
+_TABLE = re.compile(
+    r"^\s*(?P<bytes>\d+)\s+\d+\s+\w+\s+\w+(?:\s+-?\d+)?\s+(?P<us>[\d.]+)\s+(?P<alg>[\d.]+)\s+(?P<bus>[\d.]+)\s+(?P<wrong>\S+)"
+)
 _RANK = re.compile(r"^#\s+Rank\s+(?P<rank>\d+) .*?on\s+(?P<host>\S+)\s+device\s+(?P<device>\d+)")
 _IB = re.compile(r"^\s*(?P<bytes>\d{3,})\s+(?P<n>\d+)\s+(?P<peak>[\d.]+)\s+(?P<average>[\d.]+)\s+[\d.]+\s*$")
 
@@ -38,8 +40,19 @@ def add_ras(value: Mapping[str, Any], gather: Gather, where: str) -> int:
             continue
         group = gather.group(members)
         for rank, row in numbers.items():
-            counts = [v for k, v in row.items() if isinstance(v, int) and re.search(r"op_?count|coll|seq", str(k), re.IGNORECASE)]
-            gather.event("ras_rank", rank=rank, ref=where, group=group, count=max(counts, default=-1), status=str(row.get("status", ""))[:80])
+            counts = [
+                v
+                for k, v in row.items()
+                if isinstance(v, int) and re.search(r"op_?count|coll|seq", str(k), re.IGNORECASE)
+            ]
+            gather.event(
+                "ras_rank",
+                rank=rank,
+                ref=where,
+                group=group,
+                count=max(counts, default=-1),
+                status=str(row.get("status", ""))[:80],
+            )
             count += 1
         for rank in missing:
             gather.event("ras_missing", rank=-1, ref=where, group=group, missing=rank)
@@ -72,7 +85,13 @@ def read_tests(source: Source, gather: Gather) -> int:
                 best, best_bytes = float(row["bus"]), int(row["bytes"])
             wrong = row["wrong"]
             if wrong.isdigit() and int(wrong) > 0:
-                gather.event("wrong_results", ref=f"{source.name}:{number}", bytes=int(row["bytes"]), count=int(wrong), body=line.strip())
+                gather.event(
+                    "wrong_results",
+                    ref=f"{source.name}:{number}",
+                    bytes=int(row["bytes"]),
+                    count=int(wrong),
+                    body=line.strip(),
+                )
             continue
         ib = _IB.match(line)
         if ib:

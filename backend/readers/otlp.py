@@ -123,7 +123,12 @@ def _logs(request: Any, gather: Gather, where: str) -> int:
                 if not name or rank < 0:
                     continue
                 step = own.get(wire.STEP, -1)
-                plain = {k: v for k, v in own.items() if isinstance(v, (str, int, float, bool)) and k not in {"name", "rank", "step", "host", "body", "ref"}}
+                plain = {
+                    k: v
+                    for k, v in own.items()
+                    if isinstance(v, (str, int, float, bool))
+                    and k not in {"name", "rank", "step", "host", "body", "ref"}
+                }
                 gather.event(
                     str(name), rank=rank, step=step if isinstance(step, int) else -1, at_ns=record.time_unix_nano,
                     body=str(wire.plain(record.body) or "")[:4000], ref=where, **plain,

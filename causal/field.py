@@ -1,0 +1,515 @@
+"""Causes that stand in log lines and in trainer files: one rule a family, then precedence between them.
+
+Messages lie politely: what follows from something else (an allocation on a bad device, a port in use after a
+preemption, a signal to the survivors, a time-out of a victim) is not a cause while its cause is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from lanterne.causal import field_host, field_numerics
+from lanterne.causal import words as w
+from lanterne.causal.facts import FactEvent, Facts
+from lanterne.causal.words import Words, cause, evidence, line
+from lanterne.nouns import Anomaly, Cause
+from lanterne.nouns import CauseCategory as C
+
+_WORLD = re.compile(r"world_size_(\d+)_rank_(\d+)")
+_UNRECORDED_RANK_STEP = -1
+
+
+def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
+    """Causes from log facts and from series of trainer files; empty on a healthy job."""
+    del anomalies
+    words = Words(facts)
+    refuted = _refuted(words)
+    rules = [
+        *field_host.device(words), *field_host.thermal(words), *_ended_outside(words), *field_host.launch(words),
+        *field_host.host(words), *_memory(words), *_storage(words), *field_host.network(words),
+    ]  # fmt: skip
+    out = _precede(rules, words)
+    out += [] if out else _crash(words)
+    if not any(c.confidence >= 0.5 and c.category is not C.UNKNOWN for c in out):
+        out += field_numerics.candidates(facts, words)
+        out += _host_pauses(words)
+        out += _gauges(words)
+    if refuted:
+        out = [
+            *refuted,
+            *(c for c in out if c.category not in (C.NETWORK_FAILURE, C.SLOW_LINK, C.INTERFACE_MISCONFIGURED)),
+        ]
+    return out
+
+
+def _precede(rules: list[Cause], words: Words) -> list[Cause]:
+    """Drop effects: allocation and crash after a bad device, everything after a preemption."""
+    have = {c.category for c in rules}
+    drop: set[C] = set()
+    if C.DEVICE_FAULT in have:
+        drop |= {C.OUT_OF_MEMORY, C.RANK_CRASHED, C.NETWORK_FAILURE, C.INTERFACE_MISCONFIGURED}
+    if C.EXTERNAL_TERMINATION in have:
+        drop |= {C.INTERFACE_MISCONFIGURED, C.RANK_CRASHED}
+    if C.SHARED_MEMORY_EXHAUSTED in have:
+        drop |= {C.RANK_CRASHED, C.OUT_OF_MEMORY}
+    if C.HOST_MISCONFIGURED in have or C.ENV_MISMATCH in have:
+        drop |= {C.NETWORK_FAILURE, C.INTERFACE_MISCONFIGURED, C.OUT_OF_MEMORY}
+    if have & {C.CHECKPOINT_INCOMPLETE, C.CHECKPOINT_CORRUPT} and C.EXTERNAL_TERMINATION in have:
+        drop.add(C.EXTERNAL_TERMINATION)
+    del words
+    return [c for c in rules if c.category not in drop]
+
+
+def _refuted(words: Words) -> list[Cause]:
+    """A remedy that did not help lowers the cause it was meant for."""
+    rows = words.said("action_without_effect")
+    if not rows:
+        return []
+    return [
+        cause(
+            C.UNKNOWN,
+            0.6,
+            [evidence(f"a hypothesis is refuted: {w.quote(e)}", ref=e.ref) for e in rows[:2]],
+            do="drop that hypothesis; collect per-rank arrival and transfer times before the next action",
+            needs=("collective entry times per rank and transfer times per group", "port counters over time"),
+        )
+    ]
+
+
+def _ended_outside(words: Words) -> list[Cause]:
+    """Preemption, cancellation, time limit; a bare SIGTERM counts only when nobody failed first."""
+    rows = words.said("terminated")
+    if not rows:
+        return []
+    clear = [
+        e
+        for e in rows
+        if any(
+            x in w.text(e)
+            for x in ("cancelled", "preempt", "time limit", "evict", "spot", "reclaim", "maintenance", "node_fail")
+        )
+    ]
+    failed = [e for e in words.said("exception", "rank_failed", "fatal_signal", "device_oom") if not w.is_victim(e)]
+    if not clear and (failed or words.said("collective_timeout")):
+        return []
+    first = (clear or rows)[0]
+    proof = [
+        line(first),
+        *(
+            evidence(f"a port is still in use: it follows the restart: {w.quote(e)}", ref=e.ref)
+            for e in words.said("address_in_use")[:1]
+        ),
+    ]
+    return [
+        cause(
+            C.EXTERNAL_TERMINATION,
+            0.9 if clear else 0.75,
+            proof,
+            host=first.host or None,
+            do="no fault in the job: requeue it from its last complete checkpoint",
+        )
+    ]
+
+
+def _memory(words: Words) -> list[Cause]:
+    """Shared memory, device memory, host memory; extra processes on a device."""
+    out = []
+    shm = words.said("shm_bus_error")
+    if shm:
+        full = [e for e in words.said("shm_usage") if w.number(e, "percent") >= 80]
+        proof = [
+            line(shm[0]),
+            *(
+                evidence(
+                    f"/dev/shm is {w.number(e, 'percent'):.0f}% full", value=w.number(e, "percent"), unit="%", ref=e.ref
+                )
+                for e in full[:1]
+            ),
+        ]
+        return [
+            cause(
+                C.SHARED_MEMORY_EXHAUSTED,
+                0.93,
+                proof,
+                rank=shm[0].rank,
+                host=shm[0].host,
+                do="give the container more shared memory (--shm-size, --ipc=host) or use fewer loader workers",
+            )
+        ]
+    crowd = _crowded(words)
+    if crowd is not None:
+        out.append(crowd)
+    caught = {(e.rank, e.body) for e in words.said("oom_caught", "batch_skipped")}
+    hung = bool(words.said("collective_timeout", "store_timeout", "oom_caught"))
+    rows = [
+        e
+        for e in words.said("device_oom")
+        if (e.rank, e.body) not in caught and not (hung and any(r == e.rank for r, _ in caught))
+    ]
+    if rows and crowd is None:
+        out.append(_device_oom(words, rows))
+    killed = words.said("host_oom") + [e for e in words.said("loader_worker_killed") if "kill" in w.text(e)]
+    if not out and killed and (words.said("host_oom") or words.said("loader_worker_killed")):
+        proof = [line(e) for e in killed[:2]]
+        failed = [e for e in words.said("rank_failed", "child_failed") if int(w.number(e, "exit_code")) in (-9, 137)]
+        proof += [line(e) for e in failed[:1]]
+        rank = next((e.rank for e in (*failed, *killed) if e.rank >= 0), -1)
+        out.append(
+            cause(
+                C.OUT_OF_MEMORY,
+                0.85,
+                proof,
+                rank=rank,
+                host=killed[0].host,
+                do="host memory ran out: look at loader workers and pinned buffers of that host",
+            )
+        )
+    return out
+
+
+def _device_oom(words: Words, rows: list[FactEvent]) -> Cause:
+    first = min(rows, key=lambda e: e.job_ns or 1 << 62)
+    found = re.search(r"([\d.]+) (MiB|GiB) (?:is )?reserved (?:by PyTorch )?but unallocated", first.body)
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+) (MiB|GiB)", first.body)
+    scale = {"MiB": 1.0, "GiB": 1024.0}
+    if found and tried and float(found[1]) * scale[found[2]] > 2 * float(tried[1]) * scale[tried[2]] > 0:
+        free, asked = float(found[1]) * scale[found[2]], float(tried[1]) * scale[tried[2]]
+        says = evidence(
+            f"{free:.0f} MiB are reserved and unallocated, {asked:.0f} MiB were asked for",
+            value=free,
+            unit="MiB",
+            baseline=asked,
+            ref=first.ref,
+        )
+        return cause(C.FRAGMENTATION, 0.8, [says, line(first)], rank=first.rank, host=first.host)
+    return cause(C.OUT_OF_MEMORY, 0.88, [line(first)], rank=first.rank, host=first.host or None, step=first.step)
+
+
+def _crowded(words: Words) -> Cause | None:
+    """Device 0 carries a context of every other local rank: loads without mapping, or no default device."""
+    per: dict[str, dict[int, float]] = {}
+    for e in words.said("device_process"):
+        per.setdefault(str(e.attributes.get("device")), {})[int(w.number(e, "pid"))] = w.number(e, "mib")
+    if len(per) < 2:
+        return None
+    owners = Counter(pid for procs in per.values() for pid in procs)
+    for where, procs in per.items():
+        extra = {pid: mib for pid, mib in procs.items() if owners[pid] > 1}
+        others = [len([p for p in x if owners[p] == 1]) for d, x in per.items() if d != where]
+        if len(extra) >= 2 or (len(extra) == 1 and len(per) == 2 and len(procs) > 1):
+            small = sum(extra.values()) / len(extra)
+            says = evidence(
+                f"device {where} holds {len(procs)} processes, {len(extra)} of them at home on other devices ({small:.0f} MiB each)",
+                value=float(len(procs)),
+                unit="processes",
+                baseline=float(max(others, default=1)) or 1.0,
+            )
+            oom = [line(e) for e in words.said("device_oom")[:1]]
+            rank = int(where) if where.isdigit() else None
+            return cause(
+                C.OUT_OF_MEMORY,
+                0.8,
+                [says, *oom],
+                rank=rank,
+                device=where,
+                do="load checkpoints with map_location and call torch.cuda.set_device(local_rank) first; list processes per device",
+            )
+    return None
+
+
+def _storage(words: Words) -> list[Cause]:
+    """Missing or broken pieces of a checkpoint; a full or slow disk."""
+    zero = words.said("zero_paths_missing")
+    if zero:
+        paths = str(zero[0].attributes.get("paths", ""))[:200]
+        says = evidence(f"checkpoint shards of other ranks are not visible here: {paths}", ref=zero[0].ref)
+        return [
+            cause(
+                C.UNKNOWN, 0.55, [says], do="do not train on from a partial load; see whether the checkpoint folder is one shared disk",
+                needs=("a listing of the checkpoint folder on every node: node-local disks or a real loss of files",),
+            ),
+            cause(C.CHECKPOINT_INCOMPLETE, 0.45, [says], needs=("a listing of the checkpoint folder on every node",)),
+        ]  # fmt: skip
+    out = []
+    for e in words.fact("checkpoint_problem"):
+        kind = C.CHECKPOINT_CORRUPT if e.attributes.get("kind") == "corrupt" else C.CHECKPOINT_INCOMPLETE
+        out.append(
+            cause(
+                kind,
+                0.92,
+                [evidence(e.body, ref=e.ref)],
+                parameter=str(e.attributes.get("path", "")) or None,
+                do="resume from the last complete checkpoint",
+            )
+        )
+    broken, missing = (
+        words.said("checkpoint_corrupt"),
+        [e for e in words.said("checkpoint_file_missing") if "zero checkpoints" not in w.text(e)],
+    )
+    if not out and broken:
+        first = broken[0]
+        out.append(
+            cause(
+                C.CHECKPOINT_CORRUPT,
+                0.88,
+                [line(first)],
+                rank=first.rank,
+                parameter=_path(first),
+                do="verify it (lanterne checkpoint verify) and resume from the last one that passes",
+            )
+        )
+    elif not out and missing:
+        out.append(_missing_piece(words, missing))
+    full = words.said("disk_full")
+    if full and not words.said("shm_bus_error"):
+        out.append(
+            cause(
+                C.CHECKPOINT_INCOMPLETE if words.said("checkpoint_saving", "checkpoint_saved") else C.STORAGE_SLOW,
+                0.7,
+                [line(full[0])],
+                rank=full[0].rank,
+                host=full[0].host,
+                do="free space, then verify the newest checkpoint before resuming from it",
+            )
+        )
+    slow = words.said("storage_slow")
+    if slow and not out:
+        out.append(cause(C.STORAGE_SLOW, 0.75, map(line, slow[:2]), host=slow[0].host))
+    return out
+
+
+def _path(e: FactEvent) -> str | None:
+    found = re.search(r"(/[\w./-]+|\b[\w-]*(?:checkpoint|ckpt|iter_|global_step)[\w./-]*)", e.body)
+    return found.group(1)[:300] if found else None
+
+
+def _missing_piece(words: Words, rows: list[FactEvent]) -> Cause:
+    first = rows[0]
+    path = str(first.attributes.get("path", ""))
+    layout = _WORLD.search(first.body)
+    if layout:
+        says = evidence(
+            f"the load looks for rank {layout[2]} of a world of {layout[1]}: the world size changed between save and load",
+            value=float(layout[1]),
+            unit="ranks",
+            ref=first.ref,
+        )
+        return cause(
+            C.CHECKPOINT_INCOMPLETE,
+            0.85,
+            [says, line(first)],
+            rank=first.rank,
+            parameter=path,
+            do="compare saved and current layout; load with the saved world size, or reshard",
+        )
+    ended = [
+        evidence(f"the save was cut off: {w.quote(e)}", ref=e.ref)
+        for e in words.said("terminated", "checkpoint_saving")[:2]
+    ]
+    return cause(
+        C.CHECKPOINT_INCOMPLETE,
+        0.85,
+        [line(first), *ended],
+        rank=first.rank,
+        parameter=path,
+        do='resume from the last *complete* checkpoint; "latest" by name is not enough',
+    )
+
+
+def _failed_rows(words: Words) -> list[FactEvent]:
+    rows = [
+        e
+        for e in words.said("rank_failed", "task_exit", "process_exit", "fatal_signal")
+        if e.rank >= 0 and not w.is_victim(e)
+    ]
+    return [e for e in rows if int(w.number(e, "exit_code", 1)) not in (0, -15, 143)]
+
+
+def _crash(words: Words) -> list[Cause]:
+    """The first rank that failed by itself; ranks that speak of others are victims."""
+    own = [e for e in words.said("exception") if not w.is_victim(e) and not _handled(words, e)]
+    failed = _failed_rows(words)
+    timeouts = words.ranks("collective_timeout", "store_timeout")
+    failed = [e for e in failed if not (e.rank in timeouts and int(w.number(e, "exit_code")) in (-6, 134, 1))]
+    if any(words.said("oom_caught", "batch_skipped", "early_return")) and words.said("collective_timeout"):
+        return []
+    named = [e for e in own if e.rank >= 0]
+    start = min(
+        (*named, *failed), key=lambda e: (not bool(e.attributes.get("first", False)), e.job_ns or 1 << 62), default=None
+    )
+    if start is None:
+        return _nameless(words, own)
+    rank = start.rank
+    proof = [line(e) for e in (*[x for x in named if x.rank == rank][:1], *[x for x in failed if x.rank == rank][:1])]
+    codes = [int(w.number(e, "exit_code")) for e in failed if e.rank == rank]
+    alive = words.said("still_running")
+    if alive:
+        proof.append(evidence(f"the job stayed up without it: {w.quote(alive[0])}", ref=alive[0].ref))
+    do = (
+        "read the rank's own traceback; switch on kill-on-bad-exit and TORCH_NCCL_ASYNC_ERROR_HANDLING so that a dead rank ends the job"
+        if alive or timeouts
+        else ""
+    )
+    needs = (
+        ("the kernel log of its host: SIGKILL is the out-of-memory killer's signal",)
+        if codes and codes[0] in (-9, 137)
+        else ()
+    )
+    return [cause(C.RANK_CRASHED, 0.85, proof, rank=rank, host=start.host or None, step=start.step, do=do, needs=needs)]
+
+
+def _handled(words: Words, e: FactEvent) -> bool:
+    """Exceptions that other rules own, by their text."""
+    said = w.text(e)
+    return "out of memory" in said or ("stopiteration" in said and bool(words.said("collective_timeout")))
+
+
+def _nameless(words: Words, own: list[FactEvent]) -> list[Cause]:
+    seg = words.said("segfault")
+    if seg:
+        says = evidence(
+            f"{seg[0].attributes.get('process')} crashed in {seg[0].attributes.get('library')}", ref=seg[0].ref
+        )
+        return [
+            cause(
+                C.RANK_CRASHED,
+                0.6,
+                [says, line(seg[0])],
+                host=seg[0].host,
+                needs=("which rank had that pid", "its core dump or stderr"),
+            )
+        ]
+    codes = [
+        e
+        for e in words.said("child_failed", "fatal_signal", "process_exit", "task_exit")
+        if not w.is_victim(e) and int(w.number(e, "exit_code", 1)) not in (0, -15)
+    ]
+    if words.said("collective_timeout", "store_timeout") or not (own or codes):
+        return []
+    rows = own[:1] or codes[:1]
+    local = next((int(w.number(e, "local_rank")) for e in words.said("child_failed")), None)
+    hosts = len({e.host for e in words.facts.events if e.host}) <= 1
+    return [
+        cause(
+            C.RANK_CRASHED,
+            0.65,
+            [line(e) for e in (*rows, *codes[:1])],
+            rank=local if hosts else None,
+            host=rows[0].host,
+            needs=() if local is not None else ("which rank wrote it: start with torchrun --tee 3 or --log-dir",),
+        )
+    ]
+
+
+def _host_pauses(words: Words) -> list[Cause]:
+    """Garbage collection and recompilation that say so themselves."""
+    out = []
+    pauses: dict[int, list[float]] = {}
+    rows = words.said("gc_pause")
+    for e in rows:
+        seconds = w.number(e, "seconds") / (1000 if e.attributes.get("unit") == "ms" else 1)
+        if seconds >= 0.2:
+            pauses.setdefault(e.rank, []).append(seconds)
+    if pauses:
+        total = sum(sum(v) for v in pauses.values())
+        says = evidence(
+            f"{sum(map(len, pauses.values()))} garbage collections of up to {max(max(v) for v in pauses.values()):.1f} s on {len(pauses)} rank(s), not at one step",
+            value=total,
+            unit="s",
+            ref=rows[0].ref,
+        )
+        one = next(iter(pauses)) if len(pauses) == 1 else None
+        out.append(
+            cause(
+                C.GC_PAUSE,
+                0.82,
+                [says],
+                rank=one,
+                do="collect on a common step on all ranks (gc.disable, then gc.collect every N steps)",
+            )
+        )
+    again = words.said("recompile")
+    if len(again) >= 3:
+        out.append(
+            cause(
+                C.RECOMPILE,
+                0.7,
+                [
+                    line(again[0]),
+                    evidence(f"{len(again)} recompilations", value=float(len(again)), unit="recompilations"),
+                ],
+                rank=again[0].rank if len({e.rank for e in again}) == 1 else None,
+            )
+        )
+    late = words.said("loader_slow")
+    if late:
+        ranks = {e.rank for e in late}
+        out.append(cause(C.DATA_STALL, 0.6, map(line, late[:3]), rank=ranks.pop() if len(ranks) == 1 else None))
+    return out
+
+
+def _gauges(words: Words) -> list[Cause]:
+    """Hang gauges of a node agent, counters of NCCL RAS: who stands, and what would tell why."""
+    rows = words.fact("hang_gauge")
+    up = sorted({e.rank for e in rows if w.number(e, "value") > 0})
+    out = []
+    if up:
+        ranks = sorted({e.rank for e in rows})
+        which = "all" if len(up) == len(ranks) else f"{len(up)} of {len(ranks)}"
+        first = next(e for e in rows if w.number(e, "value") > 0)
+        says = evidence(
+            f"{which} ranks report a hang ({first.attributes.get('gauge')}): {','.join(map(str, up[:32]))}",
+            value=float(len(up)),
+            unit="ranks",
+            baseline=0.0,
+            ref=first.ref,
+        )
+        quiet = [r for r in ranks if r not in up]
+        needs = ["stacks or Flight Recorder dumps: a rank that reports a hang is a victim more often than not"]
+        needs += [f"what ranks {','.join(map(str, quiet[:16]))} do: they report no hang"] if quiet else []
+        out.append(
+            cause(
+                C.UNKNOWN,
+                0.6,
+                [says],
+                needs=needs,
+                do="dump stacks of all ranks now, before a restart destroys the evidence",
+            )
+        )
+    missing = words.fact("ras_missing")
+    for e in missing[:4]:
+        rank = int(w.number(e, "missing", -1))
+        out.append(
+            cause(
+                C.RANK_MISSING,
+                0.75,
+                [evidence(f"NCCL RAS does not see rank {rank} of group {e.attributes.get('group')}", ref=e.ref)],
+                rank=rank,
+                group=str(e.attributes.get("group")),
+            )
+        )
+    if not missing:
+        out += _ras(words)
+    return out
+
+
+def _ras(words: Words) -> list[Cause]:
+    groups: dict[str, dict[int, int]] = {}
+    for e in words.fact("ras_rank"):
+        groups.setdefault(str(e.attributes.get("group")), {})[e.rank] = int(w.number(e, "count", -1))
+    for group, counts in groups.items():
+        top = max(counts.values())
+        behind = [r for r, n in counts.items() if n < top]
+        if behind and len(behind) * 2 < len(counts):
+            says = evidence(
+                f"rank {behind[0]} is at operation {counts[behind[0]]} of group {group}, the others at {top}",
+                value=float(counts[behind[0]]),
+                unit="operations",
+                baseline=float(top),
+            )
+            return [
+                cause(C.RANK_HUNG, 0.75, [says], rank=behind[0], group=group, needs=("a py-spy dump of that rank",))
+            ]
+    return []

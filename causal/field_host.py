@@ -1,0 +1,486 @@
+"""Device, host, network and launch rules over log facts. Each rule hands back causes or nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from lanterne.causal import words as w
+from lanterne.causal.facts import FactEvent
+from lanterne.causal.words import Words, cause, evidence, line
+from lanterne.nouns import Cause
+from lanterne.nouns import CauseCategory as C
+
+XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 69, 109})
+"""Xids that a program's own fault (or the clean-up after one) raises too: NVIDIA Xid catalogue."""
+THERMAL_MASK = 0x20 | 0x40
+MEMLOCK_KBYTES_MIN = 1 << 20
+CPU_BUSY_CORES = 64
+
+
+def device(words: Words) -> list[Cause]:
+    """Xid, ECC, lost GPU, faulty burn-in, wrong results: the physical device is the subject."""
+    out: dict[tuple[str, str], Cause] = {}
+    for e in words.said("xid", "sxid"):
+        number, where = int(w.number(e, "xid")), str(e.attributes.get("device", ""))
+        if e.name == "log.xid" and number in XID_APPLICATION:
+            says = evidence(
+                f"Xid {number} on {where}: a program's own fault raises it too",
+                value=float(number),
+                unit="Xid",
+                ref=e.ref,
+            )
+            out.setdefault(
+                (where, "app"),
+                cause(
+                    C.UNKNOWN,
+                    0.5,
+                    [says, line(e)],
+                    device=where,
+                    host=e.host,
+                    needs=("the program's own error at that time", "a memory test of the device"),
+                ),
+            )
+            continue
+        says = evidence(f"kernel: Xid {number} on {where}", value=float(number), unit="Xid", ref=e.ref)
+        out[(where, "hw")] = cause(
+            C.DEVICE_FAULT,
+            0.92,
+            [says, line(e)],
+            device=where,
+            host=e.host,
+            rank=_rank_of_device(words, where, e),
+            do=f"drain the device {where}: reset it, run diagnostics, exclude the node when it comes back",
+        )
+    hard = [c for (_, kind), c in out.items() if kind == "hw"]
+    if hard:
+        return hard
+    for e in words.said("ecc_error", "gpu_lost", "burn_faulty", "device_error_code"):
+        sure = 0.6 if e.name == "log.device_error_code" else 0.9
+        needs = ("the host and device of that rank: the log does not name them",) if not e.host else ()
+        key = (str(e.attributes.get("device", e.host)), e.name)
+        if key in out:
+            continue
+        proof = [line(e)]
+        after = [o for o in words.said("device_oom") if o.rank == e.rank or not o.host or o.host == e.host]
+        proof += [
+            evidence(f"an allocation fails later: it follows from the bad device: {w.quote(o)}", ref=o.ref)
+            for o in after[:1]
+        ]
+        out[key] = cause(
+            C.DEVICE_FAULT,
+            sure,
+            proof,
+            rank=e.rank,
+            host=e.host or _host(words, e.rank),
+            device=_device(e) or _place_device(words, e.rank),
+            needs=needs,
+            do="exclude the node and have its device checked; do not shrink the batch: a failed allocation after it is an effect",
+        )
+    for e in words.fact("wrong_results"):
+        out[("", "wrong")] = cause(
+            C.DEVICE_FAULT,
+            0.7,
+            [evidence("a collective gave wrong results", value=w.number(e, "count"), unit="elements", ref=e.ref)],
+        )
+    for e in words.fact("node_defect"):
+        details = str(e.attributes.get("details", ""))
+        says = evidence(f"node check of {e.host}: {e.attributes.get('category')}: {details[:160]}", ref=e.ref)
+        out[(e.host, "node")] = cause(
+            C.DEVICE_FAULT,
+            0.65,
+            [says],
+            host=e.host,
+            device=_defect_device(details),
+            needs=("a second run of the failed check",),
+        )
+    return list(out.values())
+
+
+def _defect_device(details: str) -> str | None:
+    numbers = {
+        part.split(":")[1].split("_")[0].split("(")[0] for part in details.split(",") if ":" in part.split("(")[0]
+    }
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _device(e: FactEvent) -> str | None:
+    value = e.attributes.get("device")
+    return str(value) if value is not None else None
+
+
+def _host(words: Words, rank: int) -> str | None:
+    place = words.facts.places.get(rank)
+    return place.host if place and place.host else None
+
+
+def _place_device(words: Words, rank: int) -> str | None:
+    place = words.facts.places.get(rank)
+    return place.device if place and place.device else None
+
+
+def _rank_of_device(words: Words, where: str, e: FactEvent) -> int | None:
+    """The rank on that PCI bus, by NCCL's init lines."""
+    bus = where.lower().removeprefix("pci:").replace("0000:", "").replace(":", "").replace(".", "")
+    for init in words.said("comm_init"):
+        have = str(init.attributes.get("bus", "")).lower()
+        if (
+            have
+            and bus.startswith(have[:2])
+            and have.rstrip("0")[:2] == bus.rstrip("0")[:2]
+            and (not e.host or not init.host or e.host == init.host)
+        ):
+            return init.rank
+    return e.rank if e.rank >= 0 else None
+
+
+def thermal(words: Words) -> list[Cause]:
+    """A device with a thermal slowdown flag."""
+    hot: dict[str, FactEvent] = {}
+    current = ""
+    for e in words.facts.events:
+        if e.name == "log.smi_device":
+            current = str(e.attributes.get("device", ""))
+        elif e.name == "log.thermal_throttle":
+            hot.setdefault(str(e.attributes.get("device", current)), e)
+        elif e.name == "log.throttle_mask":
+            if int(str(e.attributes.get("mask", "0x0")), 16) & THERMAL_MASK:
+                hot.setdefault(str(e.attributes.get("device", current)), e)
+    out = []
+    for where, e in list(hot.items())[:4]:
+        clock = [x for x in words.said("smi_clock", "smi_temperature") if x.host == e.host]
+        proof = [
+            evidence(f"device {where or '?'} reports a thermal slowdown: {w.quote(e)}", ref=e.ref),
+            *map(line, clock[:2]),
+        ]
+        out.append(cause(C.THERMAL_THROTTLE, 0.9, proof, device=where or None, host=e.host or None, rank=e.rank))
+    return out
+
+
+def launch(words: Words) -> list[Cause]:
+    """Two ranks on one device, versions and environments that differ between ranks, impossible layouts."""
+    out = []
+    for e in words.said("duplicate_gpu")[:1]:
+        a, b, where = int(w.number(e, "rank_a")), int(w.number(e, "rank_b")), str(e.attributes.get("device"))
+        says = evidence(f"ranks {a} and {b} both use device {where}", ref=e.ref)
+        do = "print (host, local rank, CUDA_VISIBLE_DEVICES) per rank; let the launcher set the device from LOCAL_RANK"
+        out.append(cause(C.ENV_MISMATCH, 0.92, [says, line(e)], rank=b, device=where, do=do))
+        out.append(cause(C.DEVICE_MISASSIGNED, 0.85, [says], rank=b, device=where, do=do))
+    for e in words.said("version_mismatch")[:1]:
+        out.append(cause(C.VERSION_MISMATCH, 0.88, [line(e)], rank=e.rank, host=e.host))
+    out += _differs(words, "software_version", "software", "version", C.VERSION_MISMATCH) if not out else []
+    out += _differs(words, "env_var", "variable", "setting", C.ENV_MISMATCH) if not out else []
+    for e in words.said("parallel_invalid")[:1]:
+        out.append(cause(C.PARALLEL_CONFIG_INVALID, 0.9, [line(e)]))
+    for e in words.said("invalid_device")[:1]:
+        out.append(
+            cause(
+                C.ENV_MISMATCH,
+                0.8,
+                [line(e)],
+                rank=e.rank,
+                host=e.host,
+                do="more local ranks than visible devices: print CUDA_VISIBLE_DEVICES per rank",
+            )
+        )
+    return out
+
+
+def _differs(words: Words, event: str, key: str, value: str, category: C) -> list[Cause]:
+    """One setting with different values on ranks or hosts that should agree."""
+    seen: dict[str, dict[str, FactEvent]] = defaultdict(dict)
+    owners: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for e in words.said(event):
+        name, has = str(e.attributes.get(key, "")), str(e.attributes.get(value, ""))
+        if name in {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR"} or name.startswith("NCCL_DEBUG"):
+            continue
+        owner = e.host or (f"rank {e.rank}" if e.rank >= 0 else e.ref.rpartition(":")[0])
+        seen[name].setdefault(has, e)
+        owners[name][has].add(owner)
+    for name, values in seen.items():
+        if len(values) < 2 or any(a & b for x, a in owners[name].items() for y, b in owners[name].items() if x != y):
+            continue
+        ordered = Counter({v: len(o) for v, o in owners[name].items()}).most_common()
+        odd = values[ordered[-1][0]]
+        tie = ordered[0][1] == ordered[-1][1]
+        says = evidence(
+            f"{name} is {ordered[-1][0]} on {', '.join(sorted(owners[name][ordered[-1][0]])[:4])} and {ordered[0][0]} elsewhere",
+            ref=odd.ref,
+        )
+        return [
+            cause(
+                category,
+                0.8 if not tie else 0.7,
+                [says],
+                rank=None if tie else odd.rank,
+                host=None if tie else odd.host,
+                parameter=name,
+            )
+        ]
+    return []
+
+
+def network(words: Words) -> list[Cause]:
+    """Fabric faults during a run, and wrong interfaces, names and transports at its start."""
+    out = []
+    errors = words.said("ib_error")
+    downs = [e for e in words.said("link_down")]
+    started = bool(len(words.facts.steps)) or any(w.number(e, "sequence") > 1 for e in words.said("collective_timeout"))
+    gid = words.said("bad_gid", "no_interface")
+    if gid and not started:
+        out.append(cause(C.INTERFACE_MISCONFIGURED, 0.85, map(line, gid[:2]), rank=gid[0].rank, host=gid[0].host))
+    elif errors or downs:
+        peers = Counter(str(e.attributes.get("peer", "")) for e in errors)
+        peer = peers.most_common(1)[0][0] if peers else ""
+        first = (downs or errors)[0]
+        proof = [line(e) for e in (*errors[:2], *downs[:2], *words.said("port_counter")[:2])]
+        if peer:
+            proof.insert(
+                0,
+                evidence(
+                    f"{len(errors)} completions with error {int(w.number(errors[0], 'error'))}, most of them from peer {peer}: retries ran out",
+                    value=float(len(errors)),
+                    unit="errors",
+                    ref=errors[0].ref,
+                ),
+            )
+        host = downs[0].host if downs and downs[0].host else None
+        one = {e.host for e in (*errors, *downs) if e.host}
+        out.append(
+            cause(
+                C.NETWORK_FAILURE,
+                0.88 if downs or len(errors) > 1 else 0.8,
+                proof,
+                host=host or (one.pop() if len(one) == 1 else None),
+                rank=first.rank if len({e.rank for e in errors}) == 1 else None,
+                do="read the port counters (perfquery, ethtool -S) of both ends of that link",
+                needs=() if downs or words.said("port_counter") else ("port counters of both ends",),
+            )
+        )
+    elif words.said("port_counter"):
+        out.append(
+            cause(
+                C.NETWORK_FAILURE,
+                0.7,
+                map(line, words.said("port_counter")[:3]),
+                host=words.said("port_counter")[0].host,
+                needs=("the same counters some minutes later: only growth counts",),
+            )
+        )
+    return out or transport(words) or rendezvous(words)
+
+
+def transport(words: Words) -> list[Cause]:
+    """A silent fall-back to TCP: the chosen transport per rank, at init."""
+    chosen: dict[str, list[FactEvent]] = defaultdict(list)
+    for e in words.said("transport"):
+        name = str(e.attributes.get("network", "")).lower()
+        chosen["socket" if name == "socket" else "fast"].append(e)
+    via = [
+        e for e in words.said("channel_transport") if str(e.attributes.get("via", "")).lower().startswith("net/socket")
+    ]
+    sockets = chosen["socket"]
+    if not sockets and not via:
+        return []
+    hosts = {e.host for e in words.facts.events if e.host} | {p.host for p in words.facts.places.values() if p.host}
+    slow = [
+        e
+        for e in words.said("bandwidth")
+        if w.number(e, "gbps") > 0 and w.number(e, "baseline") > 1.4 * w.number(e, "gbps")
+    ]
+    absent = words.said("no_ib_device")
+    mixed = bool(chosen["fast"]) and bool(
+        {e.rank for e in sockets} - {e.rank for e in chosen["fast"]}
+        or {e.host for e in sockets} - {e.host for e in chosen["fast"]}
+    )
+    if not (via or mixed or slow or (absent and len(hosts) > 1) or (len(hosts) > 1)):
+        return []
+    first = (via or sockets)[0]
+    odd = {e.host for e in sockets if e.host} - {e.host for e in chosen["fast"]}
+    proof = [
+        evidence(f"transport is NET/Socket, not NET/IB: {w.quote(first)}", ref=first.ref),
+        *map(line, (*absent[:1], *slow[:2])),
+    ]
+    ranks = {e.rank for e in sockets if e.rank >= 0} - {e.rank for e in chosen["fast"]}
+    one_host = odd.pop() if mixed and len(odd) == 1 else None
+    one_rank = ranks.pop() if mixed and len(ranks) == 1 else None
+    return [
+        cause(
+            C.INTERFACE_MISCONFIGURED,
+            0.85 if via or mixed or slow or absent else 0.6,
+            proof,
+            host=one_host,
+            rank=one_rank,
+            do="before blaming compute: make NCCL find the IB devices (driver, container devices, NCCL_IB_HCA, plugin)",
+        )
+    ]
+
+
+def rendezvous(words: Words) -> list[Cause]:
+    """Nobody reaches step 0: names, addresses, interfaces."""
+    rows = words.said("rendezvous_failed")
+    failed = [
+        e
+        for e in words.said("connect_failed")
+        if "refused" in w.text(e) or "no route" in w.text(e) or "timed out" in w.text(e)
+    ]
+    inits = words.said("no_interface", "bad_gid")
+    trained = bool(len(words.facts.steps)) or words.said("collective_timeout", "collective_progress")
+    if trained or not (rows or inits or failed):
+        return []
+    if words.said("terminated"):
+        return []
+    proof = [line(e) for e in (*rows[:3], *inits[:2], *failed[:2])]
+    ends = {str(e.attributes.get("endpoint", "")) for e in rows if e.attributes.get("endpoint")}
+    if ends:
+        proof.insert(
+            0,
+            evidence(
+                f"ranks could not reach the master at {', '.join(sorted(ends)[:3])}; no step was made", ref=rows[0].ref
+            ),
+        )
+    named = bool(inits) or any(
+        x in w.text(e)
+        for e in rows
+        for x in ("client socket", "name or service", "gai error", "resolution", "rendezvousconnection")
+    )
+    return [
+        cause(
+            C.INTERFACE_MISCONFIGURED,
+            0.82 if named else 0.6,
+            proof,
+            host=(inits or [rows[0] if rows else failed[0]])[0].host if inits else None,
+            do="resolve the master's name on every node and see that it is an address of the node that serves",
+        )
+    ]
+
+
+def host(words: Words) -> list[Cause]:
+    """Host set-up: locked memory, fabric manager; host load: too many threads."""
+    out = []
+    locked = [
+        e
+        for e in words.said("memlock_limit")
+        if "cannot allocate" in w.text(e) or 0 < w.number(e, "kbytes") < MEMLOCK_KBYTES_MIN
+    ]
+    if locked:
+        limit = next((w.number(e, "kbytes") for e in locked if w.number(e, "kbytes")), None)
+        proof = [line(e) for e in locked[:3]]
+        if limit:
+            proof.insert(
+                0,
+                evidence(f"locked-memory limit is {limit:.0f} kbytes where the rank runs", value=limit, unit="kbytes"),
+            )
+        out.append(
+            cause(
+                C.HOST_MISCONFIGURED,
+                0.88,
+                proof,
+                rank=locked[0].rank,
+                host=locked[0].host,
+                do="print the limit from the rank itself (the shell's may differ) and raise memlock in the launcher",
+            )
+        )
+    fabric = words.said("fabric_manager")
+    if fabric:
+        out.append(
+            cause(
+                C.HOST_MISCONFIGURED,
+                0.88,
+                map(line, fabric[:2]),
+                host=fabric[0].host,
+                rank=fabric[0].rank,
+                do="start nvidia-fabricmanager in the driver's version, then check nvidia-smi topo -m",
+            )
+        )
+    hung_experiment = words.said("p2p_experiment")
+    if not out and hung_experiment:
+        found = first_collective(words, 1)
+        out += [found] if found is not None else []
+    return out or _contention(words)
+
+
+def _contention(words: Words) -> list[Cause]:
+    count = max((w.number(e, "count") for e in words.said("cpu_count")), default=0.0)
+    load = max((w.number(e, "load1") for e in words.said("load_average")), default=0.0)
+    busy = max(
+        (max(w.number(e, "cores"), w.number(e, "runqueue"), w.number(e, "threads")) for e in words.said("cpu_busy")),
+        default=0.0,
+    )
+    unset = any("not set" in w.text(e) or "unset" in w.text(e) for e in words.said("cpu_busy"))
+    if (
+        (count and max(load, busy) > 1.5 * count)
+        or (not count and max(load, busy) >= CPU_BUSY_CORES)
+        or (unset and max(load, busy) > 0)
+    ):
+        rows = words.said("load_average", "cpu_busy")
+        says = evidence(
+            f"{max(load, busy):.0f} threads want to run" + (f" on {count:.0f} cores" if count else ""),
+            value=max(load, busy),
+            unit="threads",
+            baseline=count or None,
+            ref=rows[0].ref,
+        )
+        return [
+            cause(
+                C.HOST_CONTENTION,
+                0.8,
+                [says, *map(line, rows[:2])],
+                host=rows[0].host,
+                do="set OMP_NUM_THREADS in the launcher to cores / local ranks",
+            )
+        ]
+    return []
+
+
+def first_collective(words: Words, sequence: int) -> Cause | None:
+    """A deadlock of the very first collective with every rank in it: peer-to-peer through a PCIe switch."""
+    if sequence > 1 and not words.said("p2p_experiment"):
+        return None
+    cures = [
+        e
+        for e in words.said("p2p_experiment")
+        if str(e.attributes.get("setting")) == "1"
+        and not str(e.attributes.get("outcome", "")).lower().startswith(("hang", "fail", "dead"))
+    ]
+    variables = {str(e.attributes.get("variable")).removeprefix("NCCL_") for e in cures}
+    pair = words.said("gpu_pair")
+    acs = words.said("acs_iommu")
+    p2p = [e for e in words.said("channel_transport") if str(e.attributes.get("via", "")).upper().startswith("P2P")]
+    rows = [
+        *cures[:2],
+        *pair[:1],
+        *acs[:1],
+        *p2p[:1],
+        *[e for e in words.said("gpu_utilization") if w.number(e, "percent") >= 99][:1],
+    ]
+    proof = [evidence("the first collective hangs with every rank in it"), *map(line, rows)]
+    if (pair or "SHM_DISABLE" in variables) and not acs:
+        where = str(pair[0].attributes.get("a", "")) + "," + str(pair[0].attributes.get("b", "")) if pair else None
+        return cause(
+            C.UNKNOWN,
+            0.55,
+            proof,
+            device=where,
+            needs=(
+                "which of card, bridge or slot: swap one card of the pair and repeat",
+                "a two-GPU bandwidth test of that pair and of each with another card",
+            ),
+            do="the pair is isolated, the part is not: test each card of it with another partner",
+        )
+    if acs or "P2P_DISABLE" in variables:
+        return cause(
+            C.HOST_MISCONFIGURED,
+            0.85,
+            proof,
+            host=next((e.host for e in rows if e.host), None),
+            do="run a two-GPU bandwidth test; switch off ACS/IOMMU redirection; NCCL_P2P_DISABLE=1 is a stop-gap only",
+        )
+    if p2p:
+        return cause(
+            C.HOST_MISCONFIGURED,
+            0.6,
+            proof,
+            do="run a two-GPU bandwidth test and look for ACS (lspci -vvv) and IOMMU on that host",
+            needs=("lspci -vvv | grep ACSCtl", "one run with NCCL_P2P_DISABLE=1"),
+        )
+    return None

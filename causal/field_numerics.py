@@ -1,0 +1,620 @@
+"""Numerics, schedule and pace from the series of trainer files: what jumped, at which boundary, on which rank.
+
+Every rule compares a run with itself (before and after), never with a level from elsewhere, except where the
+ratio itself is the evidence (accumulation steps, clip value).
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lanterne.causal import field_pace
+from lanterne.causal import words as w
+from lanterne.causal.facts import Facts
+from lanterne.causal.words import Words, cause, evidence, line
+from lanterne.nouns import Cause
+from lanterne.nouns import CauseCategory as C
+
+F64 = NDArray[np.float64]
+CLIP_FAR_BELOW = 0.01  # a healthy norm sits within two decades of its clip value
+FLAT_SHARE = 0.03
+EQUAL_STEPS_MIN = 3
+SPIKE_SIGMAS = 8.0
+
+
+def candidates(facts: Facts, words: Words) -> list[Cause]:
+    """Causes from series and settings; an unexplained spike only as an abstention."""
+    out = [*_nonfinite(facts, words), *_scaler(facts, words)]
+    out += [] if out else [*_replicas(facts, words), *_same_batch(facts, words)]
+    out += [] if out else [*_resume(facts, words), *_accumulation(facts, words)]
+    out += [] if out else _metric_keys(words)
+    out += [] if out else _overflow(words)
+    if not out:
+        out += field_pace.candidates(facts, words)
+    if not out:
+        out += _spike(facts)
+    return out
+
+
+def row_values(facts: Facts, name: str) -> F64:
+    """One value a step: median over ranks, NaN where nobody spoke."""
+    table = facts.get(name)
+    if not table.size:
+        return np.zeros(0)
+    out = np.full(len(table), np.nan)
+    some = np.isfinite(table).any(axis=1)
+    out[some] = np.nanmedian(np.where(np.isfinite(table[some]), table[some], np.nan), axis=1)
+    return out
+
+
+def _known(x: F64) -> tuple[NDArray[np.int64], F64]:
+    at = np.flatnonzero(np.isfinite(x))
+    return at.astype(np.int64), x[at]
+
+
+def _setting(words: Words, key: str, event: str) -> float | None:
+    value = words.setting(key)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    rows = words.said(event)
+    return w.number(rows[0], "value") if rows and "value" in rows[0].attributes else None
+
+
+def _fp16(facts: Facts, words: Words) -> bool:
+    said = [str(e.attributes.get("format", "")).lower() for e in words.said("precision")]
+    value = [str(words.setting(k)).lower() for k in ("precision", "fp16")]
+    on = any(x in {"fp16", "float16", "half", "16", "16-mixed", "torch.float16"} for x in (*said, value[0])) or value[
+        1
+    ] in {"true", "1"}
+    return on or bool(np.isfinite(facts.get("loss_scale")).any() and np.nanmax(facts.get("loss_scale")) > 1)
+
+
+def _scaler(facts: Facts, words: Words) -> list[Cause]:
+    """Clipping before unscaling: the norm the optimizer sees is far below the clip value, and nothing is learned."""
+    clip = _setting(words, "clip", "clip_setting")
+    norm = _known(row_values(facts, "grad_norm"))[1]
+    if not clip or len(norm) < 8 or not _fp16(facts, words):
+        return []
+    usual = float(np.median(norm[len(norm) // 4 :]))
+    loss = _known(row_values(facts, "loss"))[1]
+    flat = True
+    if len(loss) >= 8:
+        head, tail = float(np.median(loss[: max(3, len(loss) // 5)])), float(np.median(loss[-max(3, len(loss) // 5) :]))
+        flat = head - tail < FLAT_SHARE * abs(head)
+    if not (0 <= usual < CLIP_FAR_BELOW * clip and flat):
+        return []
+    proof = [
+        evidence(
+            f"the gradient norm seen by the optimizer is {usual:.3g}, the clip value {clip:g}, in fp16 with a loss scale",
+            value=usual,
+            unit="1",
+            baseline=clip,
+        )
+    ]
+    if len(loss) >= 8:
+        proof.append(evidence(f"the loss is flat: {head:.4g} to {tail:.4g}", value=tail, unit="1", baseline=head))
+    return [
+        cause(
+            C.SCALER_MISUSE,
+            0.88,
+            proof,
+            step=int(facts.steps[0]),
+            do="unscale before clipping: scaler.unscale_(optimizer), then clip_grad_norm_",
+        )
+    ]
+
+
+def _nonfinite(facts: Facts, words: Words) -> list[Cause]:
+    """The first rank with a non-finite value before the reduction; its batch's valid labels."""
+    said = words.said("nonfinite")
+    before = [
+        e for e in said if any(x in w.text(e) for x in ("before", "pre-reduc", "local", "pre all-reduce", "unreduced"))
+    ]
+    zero = _zero_labels(facts, words)
+    ranks = {e.rank for e in before if e.rank >= 0} or _first_nan(facts)
+    overlap, recipe = (
+        words.said("overlap_param_gather"),
+        [e for e in words.said("precision") if "fp8" in str(e.attributes.get("format", "")).lower()],
+    )
+    on = overlap or str(words.setting("overlap_param_gather")).lower() in {"true", "1"}
+    mx = (
+        recipe
+        or any("fp8" in str(words.setting(k)).lower() for k in ("precision", "fp8_recipe", "fp8"))
+        or str(words.setting("fp8")).lower() == "true"
+    )
+    bad = bool(said) or _any_nan(facts)
+    if not bad:
+        return []
+    proof = [line(e) for e in (*before, *said)[:2]]
+    step = min((e.step for e in said if e.step >= 0), default=_nan_step(facts))
+    if len(ranks) == 1:
+        rank = next(iter(ranks))
+        if rank in zero:
+            proof.insert(
+                0,
+                evidence(
+                    f"rank {rank} had 0 valid labels in that batch: 0/0 in a mean loss, spread by the reduction",
+                    value=0.0,
+                    unit="labels",
+                ),
+            )
+        proof.insert(
+            0,
+            evidence(
+                f"rank {rank} is the first with a non-finite value before the reduction", value=float(rank), unit="rank"
+            ),
+        )
+        return [
+            cause(
+                C.NONFINITE_VALUES,
+                0.9,
+                proof,
+                rank=rank,
+                step=step,
+                do="look at that rank's batch; divide by the global label count, never by a local zero",
+            )
+        ]
+    if len(zero) == 1:
+        rank = next(iter(zero))
+        proof.insert(
+            0,
+            evidence(
+                f"rank {rank} had 0 valid labels: 0/0 in a mean loss, spread to all by the reduction",
+                value=0.0,
+                unit="labels",
+            ),
+        )
+        return [cause(C.NONFINITE_VALUES, 0.85, proof, rank=rank, step=step)]
+    if on and mx:
+        proof.insert(0, evidence("NaN gradient norm with an FP8 format and overlapped parameter gather both on"))
+        return [
+            cause(
+                C.NONFINITE_VALUES,
+                0.7,
+                proof,
+                step=step,
+                do="toggle one switch at a time: overlap_param_gather off first",
+                needs=("one run with overlap_param_gather off and the same FP8 format",),
+            )
+        ]
+    return [
+        cause(
+            C.NONFINITE_VALUES,
+            0.65,
+            proof,
+            step=step,
+            needs=("gradient norms per rank before the reduction: after it everybody has the NaN",),
+        )
+    ]
+
+
+def _zero_labels(facts: Facts, words: Words) -> set[int]:
+    zero = {e.rank for e in words.said("valid_labels") if e.rank >= 0 and w.number(e, "count", 1) == 0}
+    table = facts.get("valid_labels")
+    for column, rank in enumerate(facts.ranks):
+        if table.size and (table[:, column] == 0).any():
+            zero.add(rank)
+    return zero
+
+
+def _any_nan(facts: Facts) -> bool:
+    return any(_nan_rows(facts, name).any() for name in ("loss", "grad_norm", "grad_norm_local")) or bool(
+        (facts.get("grad_nonfinite") > 0).any()
+    )
+
+
+def _nan_rows(facts: Facts, name: str) -> NDArray[np.bool_]:
+    """Rows in which somebody logged NaN or inf: such values are kept apart by the readers as facts."""
+    rows = [e.step for e in facts.events if e.name == "nonfinite_sample" and e.attributes.get("series") == name]
+    return (
+        np.isin(facts.steps, rows)
+        if rows
+        else np.isinf(facts.get(name)).any(axis=1)
+        if facts.get(name).size
+        else np.zeros(0, bool)
+    )
+
+
+def _first_nan(facts: Facts) -> set[int]:
+    for series in ("grad_norm_local", "grad_nonfinite", "loss"):
+        rows = [
+            e
+            for e in facts.events
+            if e.name == "nonfinite_sample" and e.attributes.get("series") == series and e.rank >= 0
+        ]
+        if rows:
+            first = min(e.step for e in rows)
+            ranks = {e.rank for e in rows if e.step == first}
+            if series != "loss" or len(ranks) < max(2, len(facts.ranks)):
+                return ranks
+    return set()
+
+
+def _nan_step(facts: Facts) -> int | None:
+    return min((e.step for e in facts.events if e.name == "nonfinite_sample" and e.step >= 0), default=None)
+
+
+def _boundary(facts: Facts, words: Words) -> list[int]:
+    """Rows at which the run was resumed: said by a log, or the step counter went on in a new file."""
+    steps = [e.step for e in words.said("resumed") if e.step >= 0]
+    rows = {int(np.searchsorted(facts.steps, s)) for s in steps if len(facts.steps) and s <= facts.steps[-1]}
+    return sorted(r for r in rows if r < len(facts.steps))
+
+
+def _resume(facts: Facts, words: Words) -> list[Cause]:
+    """What jumped at a resume: loss with the learning rate restarted, or the update size with it unchanged."""
+    if len(facts.steps) < 8:
+        return []
+    loss, lr, update = (row_values(facts, n) for n in ("loss", "lr", "update_ratio"))
+    marked = _boundary(facts, words)
+    for row in marked or _lr_restarts(lr):
+        before, after = slice(max(0, row - 20), row), slice(row, row + 20)
+        lost = _jump(lr, before, slice(row, row + 3))
+        rise, pushed = _jump(loss, before, slice(row, row + 5)), _jump(update, before, slice(row, row + 3))
+        step = int(facts.steps[row])
+        if lost is not None and lost[1] < 0.5 * lost[0] and rise is not None and rise[1] > 1.03 * rise[0]:
+            proof = [
+                evidence(f"the learning rate fell from {lost[0]:.3g} to {lost[1]:.3g} at the resume: its schedule restarted", value=lost[1], unit="1", baseline=lost[0]),
+                evidence(f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} there", value=rise[1], unit="1", baseline=rise[0]),
+            ]  # fmt: skip
+            return [
+                cause(
+                    C.RESUME_STATE_LOST,
+                    0.88,
+                    proof,
+                    step=step,
+                    do="diff scheduler and optimizer state before and after the resume",
+                )
+            ]
+        if not marked:
+            continue
+        same = lost is None or abs(lost[1] - lost[0]) < 0.25 * abs(lost[0])
+        if pushed is not None and pushed[1] > 1.3 * pushed[0] and same:
+            late = _known(update[after])[1]
+            proof = [
+                evidence(
+                    f"updates are {pushed[1] / pushed[0]:.2f} times too large after the resume and shrink again to {late[-1] / pushed[0]:.2f} times, at an unchanged learning rate: the optimizer's step counter restarted",
+                    value=pushed[1],
+                    unit="1",
+                    baseline=pushed[0],
+                )
+            ]
+            return [
+                cause(
+                    C.RESUME_STATE_LOST,
+                    0.85,
+                    proof,
+                    step=step,
+                    do="compare the optimizer's step counter and moments before and after the resume",
+                )
+            ]
+        noise = _noise(loss[before])
+        if rise is not None and rise[1] > 1.05 * rise[0] and rise[1] - rise[0] > 4 * noise:
+            proof = [
+                evidence(
+                    f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} right at the resume",
+                    value=rise[1],
+                    unit="1",
+                    baseline=rise[0],
+                )
+            ]
+            return [
+                cause(
+                    C.RESUME_STATE_LOST,
+                    0.7,
+                    proof,
+                    step=step,
+                    needs=("the optimizer state (moments, step counter) before and after the resume",),
+                    do="diff the state at the boundary: moments, step counter, scheduler, loader position",
+                )
+            ]
+    return []
+
+
+def _lr_restarts(lr: F64) -> list[int]:
+    """Rows where the learning rate falls to less than a tenth at once and then warms up again."""
+    at, x = _known(lr)
+    out = []
+    for i in range(4, len(x) - 3):
+        if 0 <= x[i] < 0.1 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > x[i] and x[i - 1] > 0:
+            out.append(int(at[i]))
+    return out[:4]
+
+
+def _jump(x: F64, before: slice, after: slice) -> tuple[float, float] | None:
+    a, b = _known(x[before])[1], _known(x[after])[1]
+    return (float(np.median(a[-10:])), float(np.median(b))) if len(a) >= 3 and len(b) else None
+
+
+def _noise(x: F64) -> float:
+    known = _known(x)[1]
+    return float(np.median(np.abs(np.diff(known)))) if len(known) > 2 else 0.0
+
+
+def _accumulation(facts: Facts, words: Words) -> list[Cause]:
+    """Loss and gradient norm too large by the number of accumulation steps."""
+    steps = _setting(words, "accumulation", "accumulation_setting") or 0.0
+    loss, norm = row_values(facts, "loss"), row_values(facts, "grad_norm")
+    series = row_values(facts, "accumulation")
+    at, acc = _known(series)
+    change = [i for i in range(1, len(acc)) if acc[i] != acc[i - 1]]
+    rows = [int(at[i]) for i in change][:3]
+    if not rows and steps > 1:
+        rows = _level_shifts(loss)
+    for row in rows:
+        factor = series[row] / acc[max(0, np.searchsorted(at, row) - 1)] if change else steps
+        a, b = (
+            _jump(loss, slice(max(0, row - 20), row), slice(row, row + 10)),
+            _jump(norm, slice(max(0, row - 20), row), slice(row, row + 10)),
+        )
+        if a is None or factor <= 1.2 or a[0] <= 0 or not 0.75 < a[1] / a[0] / factor < 1.3:
+            continue
+        proof = [
+            evidence(
+                f"the loss is {a[1] / a[0]:.2f} times what it was, with {factor:g} times the accumulation steps",
+                value=a[1],
+                unit="1",
+                baseline=a[0],
+            )
+        ]
+        if b is not None and b[0] > 0:
+            proof.append(
+                evidence(
+                    f"the gradient norm is {b[1] / b[0]:.2f} times what it was", value=b[1], unit="1", baseline=b[0]
+                )
+            )
+        return [
+            cause(
+                C.ACCUMULATION_ERROR,
+                0.88,
+                proof,
+                step=int(facts.steps[row]),
+                do="normalise by the tokens of all micro-batches together, once",
+            )
+        ]
+    return _scaled_start(facts, loss, norm, steps or (float(acc[0]) if len(acc) else 0.0))
+
+
+def _scaled_start(facts: Facts, loss: F64, norm: F64, steps: float) -> list[Cause]:
+    """No change inside the run: the first loss itself is about ln(vocabulary) times the accumulation steps."""
+    first = _known(loss)[1][:3]
+    del norm
+    if steps < 4 or not len(first) or not 9.0 < float(np.median(first)) / steps < 13.0:
+        return []
+    ratio = float(np.median(first))
+    return [
+        cause(
+            C.ACCUMULATION_ERROR,
+            0.75,
+            [
+                evidence(
+                    f"the first loss is {ratio:.1f}: {steps:g} times the {ratio / steps:.1f} of an untrained model (the log of its vocabulary), and there are {steps:g} accumulation steps",
+                    value=ratio,
+                    unit="1",
+                    baseline=ratio / steps,
+                )
+            ],
+            step=int(facts.steps[0]),
+            needs=("one run with a single accumulation step",),
+        )
+    ]
+
+
+def _level_shifts(loss: F64) -> list[int]:
+    at, x = _known(loss)
+    return [
+        int(at[i])
+        for i in range(5, len(x) - 5)
+        if np.median(x[i : i + 5]) > 1.8 * np.median(x[i - 5 : i]) > 0 and x[i] > 1.6 * x[i - 1]
+    ][:3]
+
+
+def _replicas(facts: Facts, words: Words) -> list[Cause]:
+    """Checksums or norms of replicated parameters that differ between ranks."""
+    said: dict[int, dict[int, str]] = {}
+    for e in words.said("replica_checksum"):
+        if e.rank >= 0:
+            said.setdefault(e.step, {})[e.rank] = str(e.attributes.get("value"))
+    for step, values in sorted(said.items()):
+        texts = list(values.values())
+        if len(values) > 1 and len(set(texts)) > 1:
+            usual = max(set(texts), key=texts.count)
+            odd = sorted(r for r, v in values.items() if v != usual)
+            tie = texts.count(usual) * 2 <= len(texts)
+            says = evidence(
+                f"rank {','.join(map(str, odd[:8]))} has another checksum of the replicated parameters at step {step} than the other {len(values) - len(odd)}",
+                value=float(len(odd)),
+                unit="ranks",
+                baseline=0.0,
+            )
+            return [
+                cause(
+                    C.REPLICA_DIVERGENCE,
+                    0.9,
+                    [says],
+                    rank=None if tie else odd[0],
+                    step=step,
+                    do="restore from a checkpoint before that step; see which group does not reduce or clip these parameters",
+                )
+            ]
+    rows = words.said("replica_mismatch")
+    if rows:
+        ranks = {e.rank for e in rows if e.rank >= 0}
+        return [
+            cause(
+                C.REPLICA_DIVERGENCE,
+                0.8,
+                [line(e) for e in rows[:2]],
+                rank=ranks.pop() if len(ranks) == 1 else None,
+                do="checksum replicated parameters across ranks every N steps; see which group has size 1",
+            )
+        ]
+    return []
+
+
+def _same_batch(facts: Facts, words: Words) -> list[Cause]:
+    """Equal per-rank losses, or equal batch fingerprints: every rank sees the same samples."""
+    prints: dict[int, dict[int, str]] = {}
+    for e in words.said("batch_fingerprint"):
+        if e.rank >= 0:
+            prints.setdefault(e.step, {})[e.rank] = str(e.attributes.get("value"))
+    full = [p for p in prints.values() if len(p) > 1]
+    if full and all(len(set(p.values())) < len(p) for p in full):
+        return [
+            cause(
+                C.DATA_ORDER,
+                0.9,
+                [
+                    evidence(
+                        f"ranks share batch fingerprints in {len(full)} of {len(full)} steps",
+                        value=float(len(full)),
+                        unit="steps",
+                    )
+                ],
+                do="seed one sampler for the job and split it by rank (DistributedSampler)",
+            )
+        ]
+    table = facts.get("loss")
+    if table.size and len(facts.ranks) > 1:
+        both = np.isfinite(table).sum(axis=1) >= max(2, min(len(facts.ranks), 2))
+        rows = table[both]
+        if len(rows) >= EQUAL_STEPS_MIN and len(rows) > 0.5 * len(table):
+            spread = np.nanmax(rows, axis=1) - np.nanmin(rows, axis=1)
+            moving = float(np.nanstd(rows[:, 0])) > 0 if np.isfinite(rows[:, 0]).any() else True
+            local = any(e.name == "local_loss" for e in facts.events) or _rank_local(facts)
+            if moving and local and float(np.mean(spread == 0.0)) > 0.95:
+                says = evidence(
+                    f"the per-rank losses of {len(rows)} steps are equal to the last digit on {len(facts.ranks)} ranks",
+                    value=float(len(rows)),
+                    unit="steps",
+                )
+                return [
+                    cause(
+                        C.DATA_ORDER,
+                        0.75,
+                        [says],
+                        do="fingerprint the batch per rank: rank detection or the sampler is wrong",
+                        needs=(
+                            "batch fingerprints per rank: equal losses may also be a loss that was reduced before it was logged",
+                        ),
+                    )
+                ]
+    return []
+
+
+def _rank_local(facts: Facts) -> bool:
+    """Did several ranks log a loss each? Then equal values are worth a question."""
+    return int((np.isfinite(facts.get("loss")).any(axis=0)).sum()) > 1
+
+
+def _metric_keys(words: Words) -> list[Cause]:
+    """Ranks that log different metrics: each key is one reduction."""
+    keys: dict[int, set[str]] = {}
+    for e in words.said("metric_keys"):
+        if e.rank >= 0:
+            keys.setdefault(e.rank, set()).update(
+                k
+                for k in re.split(r"[\[\]{}'\", ]+", str(e.attributes.get("keys", "")))
+                if k and not re.fullmatch(r"[-\d.:]+", k)
+            )
+    if len(keys) < 2:
+        return []
+    common = set.intersection(*keys.values())
+    extra = {r: k - common for r, k in keys.items() if k - common}
+    crossed = len({frozenset(k) for k in keys.values()}) > 1 and not any(
+        k == set.union(*keys.values()) for k in keys.values()
+    )
+    hung = bool(words.said("collective_timeout", "store_timeout", "validation"))
+    if not extra or not (crossed or hung):
+        return []
+    groups: dict[frozenset[str], list[int]] = {}
+    for r, k in keys.items():
+        groups.setdefault(frozenset(k), []).append(r)
+    odd = min(groups.values(), key=len)
+    lone = len(odd) == 1 and len(keys) > 2
+    shown = "; ".join(f"rank {r}: {', '.join(sorted(k))[:80]}" for r, k in sorted(extra.items())[:4])
+    says = evidence(
+        f"ranks log different metric keys, and each key is one reduction: {shown}",
+        value=float(len(groups)),
+        unit="key sets",
+        baseline=1.0,
+    )
+    return [
+        cause(
+            C.COLLECTIVE_DIVERGENCE,
+            0.85 if hung else 0.75,
+            [says],
+            rank=odd[0] if lone else None,
+            do="log the same keys on all ranks, or reduce one packed tensor",
+        )
+    ]
+
+
+def _overflow(words: Words) -> list[Cause]:
+    low = words.said("loss_scale_minimum")
+    rows = words.said("overflow_skip")
+    if low:
+        return [cause(C.LOSS_SCALE_COLLAPSE, 0.85, [line(low[0]), *map(line, rows[:1])], rank=low[0].rank)]
+    if len(rows) >= 3:
+        ranks = {e.rank for e in rows if e.rank >= 0}
+        return [
+            cause(
+                C.FP16_OVERFLOW,
+                0.7,
+                [line(rows[0]), evidence(f"{len(rows)} skipped steps", value=float(len(rows)), unit="steps")],
+                rank=ranks.pop() if len(ranks) == 1 else None,
+            )
+        ]
+    return []
+
+
+def _spike(facts: Facts) -> list[Cause]:
+    """A loss spike without a cause in sight: reported, and abstained from."""
+    loss, norm = row_values(facts, "loss"), row_values(facts, "grad_norm")
+    at, x = _known(loss)
+    if len(x) < 20:
+        return []
+    base = np.array([np.median(x[max(0, i - 25) : i]) if i >= 5 else np.nan for i in range(len(x))])
+    noise = max(float(np.nanmedian(np.abs(x - base)[5:])) * 1.4826, 0.01 * float(np.median(np.abs(x))))
+    over = (x - base) / noise
+    peak = int(np.nanargmax(over)) if np.isfinite(over).any() else -1
+    if peak < 10 or over[peak] < SPIKE_SIGMAS or x[peak] < 1.25 * base[peak]:
+        return []
+    tail = x[peak + 1 :]
+    back = bool(len(tail) > 3 and np.median(tail[-10:]) < base[peak] + 2 * noise)
+    lead = _leads(norm, int(at[peak]))
+    says = evidence(
+        f"the loss rose from {base[peak]:.3f} to {x[peak]:.3f} at step {int(facts.steps[at[peak]])}"
+        + (" and came back by itself" if back else ""),
+        value=float(x[peak]),
+        unit="1",
+        baseline=float(base[peak]),
+    )
+    proof = [
+        says,
+        *([evidence(f"the gradient norm rose before it, to {lead:.3g}", value=lead, unit="1")] if lead else []),
+    ]
+    return [
+        cause(
+            C.UNKNOWN,
+            0.5,
+            proof,
+            step=int(facts.steps[at[peak]]),
+            do="it recovered: no action; keep per-rank gradient norms for the next one" if back else "",
+            needs=("gradient norms per rank before the reduction", "fingerprints of the batches around that step"),
+        )
+    ]
+
+
+def _leads(norm: F64, row: int) -> float | None:
+    near = _known(norm[max(0, row - 8) : row + 1])[1]
+    far = _known(norm[max(0, row - 60) : max(0, row - 8)])[1]
+    return float(near.max()) if len(near) and len(far) > 3 and near.max() > 5 * np.median(far) else None

@@ -1,0 +1,171 @@
+"""Pace from trainer files: pauses that wander, a host with too many threads, a slowness that cannot be localised."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lanterne.causal.facts import Facts
+from lanterne.causal.words import Words, cause, evidence
+from lanterne.nouns import Cause
+from lanterne.nouns import CauseCategory as C
+
+PAUSE_FACTOR = 1.5  # a pause is a step this much above the rank's median …
+PAUSE_MS = 300.0  # … and by at least this
+EQUAL_SHARE = 0.05
+GAP_FACTOR = 10.0
+BLOCKED = ("backward_ms", "forward_ms", "step_ms")
+
+
+def candidates(facts: Facts, words: Words) -> list[Cause]:
+    """At most one cause; CPU load first, then wandering pauses, then what cannot be localised."""
+    return _threads(facts) or _pauses(facts) or _equal(facts) or _one_long_step(facts, words)
+
+
+def _threads(facts: Facts) -> list[Cause]:
+    """A long run queue or a saturated host with idle devices."""
+    queue, cpu, gpu = facts.get("host_runqueue"), facts.get("host_cpu_percent"), facts.get("gpu_utilization")
+    idle = float(np.nanmedian(gpu)) if np.isfinite(gpu).any() else np.nan
+    if not np.isfinite(idle) or idle > (0.3 if np.nanmax(gpu) <= 1 else 30):
+        return []
+    runnable = float(np.nanmedian(queue)) if np.isfinite(queue).any() else 0.0
+    busy = float(np.nanmedian(cpu)) if np.isfinite(cpu).any() else 0.0
+    if runnable < 32 and busy < 90:
+        return []
+    says = evidence(
+        f"devices are idle ({idle:.0f}) while {runnable:.0f} threads want to run on the host (CPU {busy:.0f}%)",
+        value=max(runnable, busy),
+        unit="threads" if runnable >= 32 else "%",
+        baseline=idle,
+    )
+    return [cause(C.HOST_CONTENTION, 0.75, [says], do="set OMP_NUM_THREADS in the launcher to cores / local ranks")]
+
+
+def _pauses(facts: Facts) -> list[Cause]:
+    """Rare pauses of one length, each rank at its own steps, at a steady distance: generation-2 garbage collection."""
+    step = facts.get("step_ms")
+    if len(facts.ranks) < 2 or len(step) < 60:
+        return []
+    wandering: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+    sizes: list[float] = []
+    for column, rank in enumerate(facts.ranks):
+        x = step[:, column]
+        usual = float(np.nanmedian(x)) if np.isfinite(x).any() else np.nan
+        rows = np.flatnonzero(np.isfinite(x) & (x > max(PAUSE_FACTOR * usual, usual + PAUSE_MS)))
+        if 2 <= len(rows) <= 0.1 * len(x):
+            wandering[rank] = rows
+            sizes += list(x[rows] - usual)
+    if len(wandering) < max(2, len(facts.ranks) // 2):
+        return []
+    everyone = np.concatenate(list(wandering.values()))
+    shared = len(everyone) - len(np.unique(everyone))
+    gaps = np.concatenate([np.diff(r) for r in wandering.values()])
+    steady = float(np.median(np.abs(gaps - np.median(gaps)))) <= 0.2 * float(np.median(gaps))
+    if shared > 0.3 * len(everyone) or not steady or np.ptp(sizes) > 1.5 * float(np.median(sizes)):
+        return []
+    says = evidence(
+        f"{len(wandering)} ranks pause {np.median(sizes) / 1000:.2f} s every {np.median(gaps):.0f} steps, each at its own steps; the rest waits",
+        value=float(np.median(sizes)),
+        unit="ms",
+    )
+    return [
+        cause(
+            C.GC_PAUSE,
+            0.7,
+            [says],
+            needs=(
+                "gc_ms per rank (gc.callbacks): the rhythm is that of garbage collection, the proof is its own time",
+            ),
+            do="collect on a common step on all ranks (gc.disable, then gc.collect every N steps)",
+        )
+    ]
+
+
+def _equal(facts: Facts) -> list[Cause]:
+    """All ranks slower by the same amount in a blocking phase: somebody is slow and this cannot say who."""
+    if len(facts.ranks) < 2 or any(np.isfinite(facts.get(n)).any() for n in ("lateness_ms", "busy_ms", "wait_ms")):
+        return []
+    data = facts.get("data_wait_ms")
+    if np.isfinite(data).any() and _one_above(np.nanmedian(data[-max(1, len(data) // 2) :], axis=0)):
+        return _loader(facts, data)
+    for name in BLOCKED:
+        x = facts.get(name)
+        full = np.isfinite(x).all(axis=1) if x.size else np.zeros(0, bool)
+        rows = x[full]
+        if len(rows) < 12:
+            continue
+        level = np.median(rows, axis=1)
+        third = len(level) // 3
+        before, after = float(np.median(level[:third])), float(np.median(level[-third:]))
+        spread = float(np.median(np.ptp(rows[-third:], axis=1)))
+        if after > 1.2 * before and spread < EQUAL_SHARE * after:
+            values = "/".join(f"{v:.1f}" for v in np.median(rows[-third:], axis=0)[:8])
+            says = evidence(
+                f"{name.removesuffix('_ms')} takes {values} ms on all ranks alike, {before:.1f} ms before: slow, rank not identifiable (cannot localise)",
+                value=after,
+                unit="ms",
+                baseline=before,
+            )
+            needs = (
+                "the time from launch to collective entry per rank: blocking collectives spread one rank's delay over all",
+            )
+            return [
+                cause(
+                    C.UNKNOWN,
+                    0.6,
+                    [says],
+                    needs=needs,
+                    step=int(facts.steps[full][int(np.argmax(level > (before + after) / 2))]),
+                    do="collect collective entry times per rank (lanterne.attach); do not swap a node yet",
+                )
+            ]
+    return []
+
+
+def _one_above(x: np.ndarray) -> bool:  # type: ignore[type-arg]
+    known = x[np.isfinite(x)]
+    if len(known) < 2:
+        return False
+    top, rest = float(known.max()), float(np.median(np.sort(known)[:-1]))
+    return top > 3 * rest and top - rest > 20
+
+
+def _loader(facts: Facts, data: np.ndarray) -> list[Cause]:  # type: ignore[type-arg]
+    tail = np.nanmedian(data[-max(1, len(data) // 2) :], axis=0)
+    column = int(np.nanargmax(tail))
+    others = float(np.median(np.delete(tail, column)))
+    says = evidence(
+        f"rank {facts.ranks[column]} waits {tail[column]:.1f} ms for data a step, the others {others:.1f} ms",
+        value=float(tail[column]),
+        unit="ms",
+        baseline=others,
+    )
+    return [cause(C.DATA_STALL, 0.85, [says], rank=facts.ranks[column])]
+
+
+def _one_long_step(facts: Facts, words: Words) -> list[Cause]:
+    """One step of an event log far beyond the others, with nothing else said about it."""
+    rows = words.fact("step_span")
+    seconds = np.array([float(e.attributes.get("seconds", 0.0)) for e in rows])
+    if len(seconds) < 3:
+        return []
+    usual, worst = float(np.median(seconds)), int(np.argmax(seconds))
+    rest = float(np.median(np.delete(seconds, worst)))
+    if seconds[worst] < max(GAP_FACTOR * rest, 60.0):
+        return []
+    del usual
+    says = evidence(
+        f"step {rows[worst].step} took {seconds[worst]:,.0f} s, the others {rest:.1f} s",
+        value=float(seconds[worst]),
+        unit="s",
+        baseline=rest,
+        ref=rows[worst].ref,
+    )
+    return [
+        cause(
+            C.UNKNOWN,
+            0.6,
+            [says],
+            step=rows[worst].step,
+            needs=("logs or dumps of the ranks during that step", "collective entry times per rank"),
+        )
+    ]
