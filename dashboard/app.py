@@ -14,7 +14,7 @@ from dash import Dash, dcc, html
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanterne.dashboard import callbacks, charts, orders
+from lanterne.dashboard import callbacks, charts, orders, parts
 from lanterne.dashboard.client import Api
 from lanterne.dashboard.packing import Packed
 
@@ -66,9 +66,11 @@ def _bar() -> html.Header:
         [
             html.A("Skip to content", href="#page", className="skip"),
             dcc.Link(
-                [html.Span(className="lamp small", **{"aria-hidden": "true"}), "Lanterne"], href="/", className="brand"
+                [html.Span(className="lamp small", **parts.aria(hidden="true")), "Lanterne"],
+                href="/",
+                className="brand",
             ),
-            html.Nav(links, **{"aria-label": "main"}),
+            html.Nav(links, **parts.aria(label="main")),
             html.Span(className="grow"),
             html.Span("", id="heard", className="note", role="status"),
             html.Button(
@@ -76,7 +78,7 @@ def _bar() -> html.Header:
                 id="live",
                 type="button",
                 className="button",
-                **{"aria-pressed": "true"},
+                **parts.aria(pressed="true"),
                 title="pause or go on (l)",
             ),
             html.Button(
@@ -88,7 +90,7 @@ def _bar() -> html.Header:
                 type="button",
                 className="button",
                 title="keyboard (?)",
-                **{"aria-label": "keyboard help"},
+                **parts.aria(label="keyboard help"),
             ),
         ],
         className="bar",
@@ -179,7 +181,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 def create_dash(api: Api) -> Dash:
     """The Dash app with all its callbacks."""
-    server = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    server: Any = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app = Dash(
         __name__,
         server=server,
@@ -193,8 +195,8 @@ def create_dash(api: Api) -> Dash:
         add_log_handler=False,
     )
     app.layout = layout()
-    for part in (callbacks, charts, orders):
-        part.register(app, api)
+    for section in (callbacks, charts, orders):
+        section.register(app, api)
     return app
 
 

@@ -11,7 +11,7 @@ from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, no_up
 
 from lanterne.dashboard import parts
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.pages import fleet, incident, incidents, job
+from lanterne.dashboard.pages import control, fleet, incident, incidents, job, job_more, rank, step
 from lanterne.dashboard.view import View, parse
 
 Answer = list[Any]
@@ -42,8 +42,30 @@ def _page(api: Api, at: tuple[str, ...], view: View, base: str) -> tuple[str, Aw
             return "Incidents", incidents.page(api, view, now(), base)
         case ("incidents", key):
             return f"Incident {key}", incident.page(api, key, view, now(), base)
-        case ("jobs", name):
+        case ("policies",):
+            return "Policies", control.policies(api, view, now(), base)
+        case ("settings",):
+            return "Settings", control.settings(api, view, now(), base)
+        case ("jobs", name, *below):
+            return _job_page(api, name, tuple(below), view, base)
+        case _:
+            return None
+
+
+def _job_page(api: Api, name: str, at: tuple[str, ...], view: View, base: str) -> tuple[str, Awaitable[Answer]] | None:
+    match at:
+        case ():
             return name, job.page(api, name, view, now(), base)
+        case ("steps", number) if number.isdecimal():
+            return f"{name}, step {number}", step.page(api, name, int(number), view, now(), base)
+        case ("ranks", number) if number.isdecimal():
+            return f"{name}, rank {number}", rank.page(api, name, int(number), view, now(), base)
+        case ("communication",):
+            return f"{name}, communication", job_more.communication(api, name, view, now(), base)
+        case ("sla",):
+            return f"{name}, SLA", job_more.sla(api, name, view, now(), base)
+        case ("events",):
+            return f"{name}, events", job_more.events(api, name, view, now(), base)
         case _:
             return None
 
@@ -154,17 +176,21 @@ async def _shown(found: Awaitable[Answer]) -> Answer:
         return [parts.failure(error)]
 
 
+def browser(app: Any, *wiring: Any, **more: Any) -> None:
+    """Hang a callback on the app that runs in the browser."""
+    app.clientside_callback(*wiring, **more)
+
+
 def _register_browser(app: Dash) -> None:
     """Callbacks that run in the browser (assets/lanterne.js)."""
 
     def local(name: str) -> ClientsideFunction:
         return ClientsideFunction(namespace="lanterne", function_name=name)
 
-    app.clientside_callback(
-        local("pulse"), Output("tick", "data"), Input("pulse", "n_intervals"), State("tick", "data")
-    )
-    app.clientside_callback(local("title"), Output("shown", "data"), Input("title", "data"))
-    app.clientside_callback(
+    browser(app, local("pulse"), Output("tick", "data"), Input("pulse", "n_intervals"), State("tick", "data"))
+    browser(app, local("title"), Output("shown", "data"), Input("title", "data"))
+    browser(
+        app,
         local("control"),
         Output("url", "search"),
         Input({"type": "control", "key": ALL, "default": ALL}, "value"),

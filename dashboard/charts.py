@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from dash import ALL, MATCH, ClientsideFunction, Dash, Input, Output, State, dcc, html, no_update
 
 from lanterne.dashboard import export, words
-from lanterne.dashboard.callbacks import now, route, triggered
+from lanterne.dashboard.callbacks import browser, now, route, triggered
 from lanterne.dashboard.client import Api, ApiError
 from lanterne.dashboard.figures import heat
 from lanterne.dashboard.pages import incident, job
@@ -19,6 +20,7 @@ def register(app: Dash, api: Api) -> None:
     _register_drawing(app, api)
     _register_picking(app)
     _register_csv(app, api)
+    _register_trace(app, api)
 
 
 def _job_of(pathname: str | None) -> str | None:
@@ -68,7 +70,8 @@ def _register_drawing(app: Dash, api: Api) -> None:
         except ApiError as error:
             return html.P(error.detail or error.title, className="dim")
 
-    app.clientside_callback(
+    browser(
+        app,
         ClientsideFunction(namespace="lanterne", function_name="zoom"),
         Output("url", "search", allow_duplicate=True),
         Input("heat", "relayoutData"),
@@ -102,6 +105,29 @@ def _register_picking(app: Dash) -> None:
     @app.callback(Output("edge-says", "children"), Input("graph", "tapEdgeData"), prevent_initial_call=True)
     async def edge(found: dict[str, Any] | None) -> Any:
         return incident.edge_sentence(found) if found else no_update
+
+
+def _register_trace(app: Dash, api: Api) -> None:
+    @app.callback(
+        Output("download", "data", allow_duplicate=True),
+        Input("trace", "n_clicks"),
+        State("url", "pathname"),
+        prevent_initial_call=True,
+    )
+    async def trace(clicks: int, pathname: str | None) -> Any:
+        """The step as a Chrome trace, a file for Perfetto."""
+        at = route(pathname)
+        if not clicks or len(at) != 4 or at[2] != "steps":
+            return no_update
+        try:
+            found = await api.get("jobs", at[1], "timeline", step=at[3])
+        except ApiError:
+            return no_update
+        return {
+            "content": json.dumps(found),
+            "filename": f"{at[1]}-step-{at[3]}.trace.json",
+            "type": "application/json",
+        }
 
 
 def _register_csv(app: Dash, api: Api) -> None:

@@ -10,13 +10,14 @@ from dash import ALL, Dash, Input, Output, State, html, no_update
 from lanterne.dashboard import export
 from lanterne.dashboard.callbacks import route, triggered
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.pages import incident
+from lanterne.dashboard.pages import control, incident
 
 
 def register(app: Dash, api: Api) -> None:
     """Hang the ordering callbacks on the app."""
     _register_orders(app, api)
     _register_export(app, api)
+    _register_policies(app, api)
 
 
 def _incident_of(pathname: str | None) -> str | None:
@@ -48,12 +49,7 @@ async def command(api: Api, key: str, pressed: dict[str, str]) -> str:
 async def issue(api: Api, key: str, pressed: dict[str, str]) -> str:
     """Order the remedy's action for the job of an incident; the server's ceiling may make it a proposal."""
     found = await incident.load(api, key)
-    body = {
-        "action": pressed["action"],
-        "parameters": json.loads(pressed["parameters"]),
-        "incident": key,
-        "reason": "ordered from the incident page",
-    }
+    body = {**json.loads(pressed["order"]), "incident": key, "reason": "ordered from the incident page"}
     made = await api.post("jobs", found.get("job"), "commands", body=body)
     waits = made.get("state") == "proposed"
     return "Proposed: it waits for approval below." if waits else "Ordered: the ranks are asked to vote."
@@ -64,7 +60,7 @@ def _register_orders(app: Dash, api: Api) -> None:
         Output("done", "children"),
         Output("note", "value"),
         Input({"type": "order", "do": ALL, "id": ALL}, "n_clicks"),
-        Input({"type": "issue", "action": ALL, "parameters": ALL}, "n_clicks"),
+        Input({"type": "issue", "order": ALL}, "n_clicks"),
         Input({"type": "close", "as": ALL}, "n_clicks"),
         State("note", "value"),
         State("url", "pathname"),
@@ -104,3 +100,21 @@ def _register_export(app: Dash, api: Api) -> None:
             return {"content": export.markdown(found), "filename": f"incident-{key}.md", "type": "text/markdown"}
         text = json.dumps(found, indent=2, ensure_ascii=False)
         return {"content": text, "filename": f"incident-{key}.json", "type": "application/json"}
+
+
+def _register_policies(app: Dash, api: Api) -> None:
+    @app.callback(
+        Output("policy-done", "children"),
+        Output("policies-live", "children"),
+        Input({"type": "policy", "name": ALL}, "n_clicks"),
+        prevent_initial_call=True,
+    )
+    async def switch(_clicks: list[int]) -> Any:
+        pressed = triggered()
+        if pressed is None:
+            return no_update, no_update
+        try:
+            done = await control.toggle(api, str(pressed["name"]))
+            return said(done), await control.cards(api)
+        except ApiError as error:
+            return refused(error), no_update

@@ -31,9 +31,14 @@ STATUSES: Mapping[str, tuple[str, str]] = {
 }
 
 
+def aria(**found: str) -> dict[str, Any]:
+    """Accessibility attributes: ``aria(label="x")`` is ``aria-label="x"``."""
+    return {f"aria-{name}": value for name, value in found.items()}
+
+
 def chip(text: str, tone: str = "calm", sign: str = "") -> Node:
     """A small label; a sign stands beside the colour, so that colour is never the only carrier."""
-    inner = [html.Span(sign, className="sign", **{"aria-hidden": "true"}), text] if sign else text
+    inner: Node = [html.Span(sign, className="sign", **aria(hidden="true")), text] if sign else text
     return html.Span(inner, className=f"chip tone-{tone}")
 
 
@@ -70,7 +75,7 @@ def tiles(found: Sequence[Node]) -> Node:
 def panel(title: str, body: Node, *, tools: Node = None, note: Node = "", key: str = "", className: str = "") -> Node:  # noqa: N803
     """A titled section. ``key`` becomes its anchor."""
     head = [html.H2(title), html.Span(note, className="note"), html.Div(tools, className="tools")]
-    attributes = {"id": key} if key else {}
+    attributes: dict[str, Any] = {"id": key} if key else {}
     return html.Section(
         [html.Header(head), html.Div(body, className="body")], className=f"panel {className}", **attributes
     )
@@ -83,10 +88,9 @@ def graph(key: Any, figure: Mapping[str, Any] | None, says: str, height: int | N
         "layout": theme.layout(height=height or 200, xaxis={"visible": False}, yaxis={"visible": False}),
     }
     style = {"minHeight": f"{height}px"} if height else {}
-    plot = dcc.Graph(
-        id=key, figure=figure or empty, config=dict(theme.CONFIG), responsive=True, style=style, className="plot"
-    )
-    return html.Div(plot, role="figure", **{"aria-label": says})
+    config: Any = dict(theme.CONFIG)
+    plot = dcc.Graph(id=key, figure=figure or empty, config=config, style=style, className="plot")
+    return html.Div(plot, role="figure", **aria(label=says))
 
 
 def table(head: Sequence[Node], rows: Iterable[Sequence[Node]], *, numeric: Iterable[int] = (), says: str = "") -> Node:
@@ -101,7 +105,7 @@ def table(head: Sequence[Node], rows: Iterable[Sequence[Node]], *, numeric: Iter
         className="scroll",
         tabIndex=0,
         role="region",
-        **{"aria-label": says},
+        **aria(label=says),
     )
 
 
@@ -123,7 +127,7 @@ def control(key: str, default: str, options: Sequence[tuple[str, str]], value: s
     )
 
 
-def field(key: str, value: Any, says: str, *, kind: str = "text", default: str = "", **more: Any) -> Node:
+def field(key: str, value: Any, says: str, *, kind: Any = "text", default: str = "", **more: Any) -> Node:
     """A text, number or range input whose value lives in the URL under ``key``."""
     entry = dcc.Input(
         id={"type": "control", "key": key, "default": default}, value=value, type=kind, debounce=0.25, **more
@@ -139,7 +143,7 @@ def button(text: str, key: Any, *, tone: str = "", **more: Any) -> Node:
 def empty(title: str, body: Node) -> Node:
     """An empty state that says what to do."""
     return html.Div(
-        [html.Div(className="lamp", **{"aria-hidden": "true"}), html.H2(title), html.Div(body)], className="empty"
+        [html.Div(className="lamp", **aria(hidden="true")), html.H2(title), html.Div(body)], className="empty"
     )
 
 
@@ -197,9 +201,9 @@ def crumbs(*parts: tuple[str, str]) -> Node:
     """The way from the fleet to here; the last part is this page."""
     found: list[Node] = []
     for text, href in parts[:-1]:
-        found += [dcc.Link(text, href=href), html.Span("/", className="slash", **{"aria-hidden": "true"})]
-    found.append(html.Span(parts[-1][0], **{"aria-current": "page"}))
-    return html.Nav(found, className="crumbs", **{"aria-label": "breadcrumb"})
+        found += [dcc.Link(text, href=href), html.Span("/", className="slash", **aria(hidden="true"))]
+    found.append(html.Span(parts[-1][0], **aria(current="page")))
+    return html.Nav(found, className="crumbs", **aria(label="breadcrumb"))
 
 
 def facts(pairs: Mapping[str, Node]) -> Node:

@@ -10,9 +10,24 @@ from typing import Any
 NONE = "–"
 
 
+ACRONYMS = {"lr": "LR", "gc": "GC", "gil": "GIL", "fp16": "FP16", "h2d": "H2D"}
+
+
 def plain(name: str) -> str:
     """A noun of the code as words: ``bad_batch`` -> ``bad batch``."""
-    return name.replace("_", " ")
+    return " ".join(ACRONYMS.get(word, word) for word in name.split("_"))
+
+
+def gpu_hours(value: Any) -> str:
+    """GPU-hours; below a tenth in GPU-seconds, which read better."""
+    if not isinstance(value, int | float) or not isfinite(value):
+        return NONE
+    return f"{number(float(value))} GPU-h" if abs(value) >= 0.1 or value == 0 else f"{number(value * 3600)} GPU-s"
+
+
+def counted(n: int, noun: str) -> str:
+    """``1 incident``, ``2 incidents``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def safe(text: Any, most: int = 120) -> str:
@@ -78,7 +93,7 @@ def with_unit(value: Any, unit: str) -> str:
         return milliseconds(value / 1e6)
     if unit == "us" and isinstance(value, int | float):
         return milliseconds(value / 1e3)
-    if unit == "By":
+    if unit in {"By", "bytes"}:
         return size(value)
     if unit == "%":
         return f"{number(value)} %"

@@ -99,7 +99,7 @@
       var here = to === "/" ? at === "/" || at.indexOf("/jobs") === 0 : at.indexOf(to) === 0;
       if (here) { a.setAttribute("aria-current", "page"); } else { a.removeAttribute("aria-current"); }
     });
-    document.querySelectorAll("a.tab.here").forEach(function (a) { a.setAttribute("aria-current", "page"); });
+    document.querySelectorAll("a.sub.here").forEach(function (a) { a.setAttribute("aria-current", "page"); });
   }
   function press(selector) { var a = document.querySelector(selector); if (a) { a.click(); } }
 

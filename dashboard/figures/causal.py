@@ -50,11 +50,50 @@ def layers(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[str, 
     return depth
 
 
+FOLD_FROM = 4
+
+
+def fold(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The graph with many like effects of one node (each rank that waits) drawn as one; the table keeps them all."""
+    nodes, edges = list(answer.get("nodes") or []), list(answer.get("edges") or [])
+    into: dict[str, list[Mapping[str, Any]]] = {}
+    for edge in edges:
+        into.setdefault(str(edge["target"]), []).append(edge)
+    sources = {str(e["source"]) for e in edges}
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        key = str(node["id"])
+        if role(node) == "effect" and key not in sources and len(into.get(key, ())) == 1:
+            alike.setdefault((str(into[key][0]["source"]), str(node.get("metric"))), []).append(node)
+    gone: set[str] = set()
+    for (source, metric), members in alike.items():
+        if len(members) < FOLD_FROM:
+            continue
+        gone |= {str(n["id"]) for n in members}
+        ranks = [n["rank"] for n in members if isinstance(n.get("rank"), int)]
+        listed = ", ".join(str(r) for r in sorted(ranks)[:6]) + ("…" if len(ranks) > 6 else "")
+        name = f"{len(members)} ranks: {plain(metric)} (ranks {listed})"
+        first = into[str(members[0]["id"])][0]
+        nodes.append({"id": f"folded {source} {metric}", "label": name, "role": "effect", "metric": metric})
+        edges.append(
+            {
+                **first,
+                "target": f"folded {source} {metric}",
+                "says": f"{len(members)} like this one: {first.get('says', '')}",
+            }
+        )
+    return {
+        "nodes": [n for n in nodes if str(n["id"]) not in gone],
+        "edges": [e for e in edges if str(e["target"]) not in gone],
+    }
+
+
 def elements(answer: Mapping[str, Any], most: int = 60) -> list[dict[str, Any]]:
     """Cytoscape elements of ``GET incidents/{id}/graph``: nodes with preset positions, edges with their statistics."""
-    nodes = list(answer.get("nodes") or [])[:most]
+    answer = fold(answer)
+    nodes = answer["nodes"][:most]
     known = {str(n["id"]) for n in nodes}
-    edges = [e for e in answer.get("edges") or () if str(e["source"]) in known and str(e["target"]) in known]
+    edges = [e for e in answer["edges"] if str(e["source"]) in known and str(e["target"]) in known]
     column = layers([str(n["id"]) for n in nodes], [(str(e["source"]), str(e["target"])) for e in edges])
     filled: dict[int, int] = {}
     total: dict[int, int] = {}
@@ -66,11 +105,15 @@ def elements(answer: Mapping[str, Any], most: int = 60) -> list[dict[str, Any]]:
         place = filled.get(at, 0)
         filled[at] = place + 1
         y = (place - (total[at] - 1) / 2) * ROW
-        data = {"id": str(node["id"]), "label": str(node.get("label") or node["id"])[:80], "role": role(node)}
+        data = {"id": str(node["id"]), "label": _short(str(node.get("label") or node["id"])), "role": role(node)}
         drawn.append({"data": data, "position": {"x": at * COLUMN, "y": y}})
     for number, edge in enumerate(edges):
         drawn.append({"data": _edge(number, edge)})
     return drawn
+
+
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _edge(number: int, edge: Mapping[str, Any]) -> dict[str, Any]:

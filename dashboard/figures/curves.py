@@ -77,7 +77,19 @@ def curve(
     return {"data": [*shadow, *lines], "layout": figure_layout}
 
 
+def _scale(series: Sequence[Mapping[str, Any]], log: bool) -> dict[str, Any]:
+    """The vertical axis; a flat line gets room around it instead of a zoom into its rounding."""
+    known = [v for s in series for v in s["value"] if v is not None]
+    flat = known and max(known) - min(known) <= 1e-6 * abs(max(known))
+    if flat and not log and known[0]:
+        ends = sorted((known[0] * 0.9, known[0] * 1.1))
+        return {"type": "linear", "range": ends}
+    return {"type": "log" if log else "linear"}
+
+
 def _unit(unit: str) -> str:
+    if unit == "By":
+        return "bytes"
     return "" if unit in {"", "1"} else safe(unit.replace("{", "").replace("}", ""), 24)
 
 

@@ -36,14 +36,20 @@ def matrix(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
 def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
     """Ends of the colour scale: first to 99.5th per cent, the upper end out of reach of mere noise.
 
-    The deviation is 1.4826 x the median absolute deviation (equals sigma for a normal distribution).
+    What all ranks share in a step (a checkpoint) does not stretch the scale: the upper end counts from each step's
+    median. The deviation is 1.4826 x the median absolute deviation (equals sigma for a normal distribution).
     """
-    found = values[np.isfinite(values)]
+    finite = np.isfinite(values)
+    found = values[finite]
     if not found.size:
         return 0.0, 1.0
-    low, middle, high = (float(v) for v in np.percentile(found, (1.0, 50.0, 99.5)))
+    filled = np.where(finite, values, np.nan)
+    columns = finite.any(axis=0)
+    own = filled[:, columns] - np.nanmedian(filled[:, columns], axis=0)
+    own = own[np.isfinite(own)]
+    low, middle = (float(v) for v in np.percentile(found, (1.0, 50.0)))
     sigma = 1.4826 * float(np.median(np.abs(found - middle)))
-    top = max(high, middle + CLIP_SIGMA * sigma)
+    top = middle + max(float(np.percentile(own, 99.5)), CLIP_SIGMA * sigma)
     return low, top if top > low else low + 1.0
 
 

@@ -42,7 +42,7 @@ SORTS: Mapping[str, str] = {
     "throughput": "Throughput",
     "loss": "Loss",
     "ettr": "ETTR",
-    "gpu_hours_lost": "Lost GPU-h",
+    "gpu_hours_lost": "Lost",
 }
 
 
@@ -94,7 +94,7 @@ def row(job: Job, now: datetime) -> list[parts.Node]:
         words.number(job.get("throughput")),
         words.number(job.get("loss"), 4),
         words.percent(job.get("ettr")),
-        words.NONE if not lost else words.number(float(lost)),
+        words.NONE if not lost else words.gpu_hours(lost),
         html.Span(
             str(job.get("verdict") or "healthy so far"),
             className="verdict-cell" if job.get("open_incidents") else "dim",
@@ -122,7 +122,7 @@ def tiles(jobs: Sequence[Job]) -> parts.Node:
                 ", ".join(noted) or "nothing open",
                 "bad" if trouble else "good",
             ),
-            parts.tile("Lost so far", f"{words.number(lost)} GPU-h", "priced by all findings", "warn" if lost else ""),
+            parts.tile("Lost so far", words.gpu_hours(lost), "priced by all findings", "warn" if lost else ""),
             parts.tile(
                 "Effective training time",
                 words.percent(sum(shares) / len(shares)) if shares else words.NONE,

@@ -86,7 +86,7 @@ def head(incident: Incident) -> parts.Node:
         ),
         parts.tile(
             "Lost so far",
-            f"{words.number(float(cost['gpu_hours']))} GPU-h" if cost.get("gpu_hours") is not None else words.NONE,
+            words.gpu_hours(cost.get("gpu_hours")),
             "",
         ),
     ]
@@ -101,12 +101,13 @@ def head(incident: Incident) -> parts.Node:
                 className="title-row",
             ),
             parts.tiles(tiles),
-        ]
+        ],
+        className="stack",
     )
 
 
 def _runner_up(incident: Incident) -> str:
-    causes = incident.get("causes") or ()
+    causes: Sequence[Mapping[str, Any]] = incident.get("causes") or ()
     if len(causes) < 2:
         return "no other cause fits"
     return f"next: {words.plain(str(causes[1].get('category')))} {words.percent(causes[1].get('confidence'), 0)}"
@@ -125,7 +126,7 @@ def bars(value: Any, baseline: Any) -> parts.Node:
             html.Div(className="bar usual", style={"width": f"{usual:.1f}%"}),
         ],
         className="bars",
-        **{"aria-hidden": "true"},
+        **parts.aria(hidden="true"),
     )
 
 
@@ -185,14 +186,17 @@ def symptoms(incident: Incident) -> parts.Node:
     found = incident.get("symptoms") or ()
     if not found:
         return html.P("None recorded.", className="dim")
-    rows = [
-        html.Li(
-            [html.Strong(words.subject(s.get("subject"))), " ", str(s.get("says") or words.plain(str(s.get("kind"))))]
-        )
-        for s in found[:40]
-    ]
+    rows = [html.Li(_symptom(s)) for s in found[:40]]
     more = [html.Li(f"and {len(found) - 40:,} more", className="dim")] if len(found) > 40 else []
     return html.Ul([*rows, *more], className="plain")
+
+
+def _symptom(symptom: Mapping[str, Any]) -> list[parts.Node]:
+    says = str(symptom.get("says") or words.plain(str(symptom.get("kind"))))
+    rank = (symptom.get("subject") or {}).get("rank")
+    if rank is None or says.startswith(f"rank {rank} "):
+        return [says]
+    return [html.Strong(f"rank {rank} "), says]
 
 
 def others(incident: Incident) -> parts.Node:
@@ -246,8 +250,8 @@ def graph_panel(answer: Mapping[str, Any]) -> parts.Node:
     ]
     head = ["From", "", "To", "Why", "Lag", "Statistic", "p", "Samples"]
     body = [
-        html.Div(picture, role="img", **{"aria-label": "Causal graph; the table below holds the same edges"}),
-        html.Div("Click an arrow for what it rests on.", id="edge-says", className="note", **{"aria-live": "polite"}),
+        html.Div(picture, role="img", **parts.aria(label="Causal graph; the table below holds the same edges")),
+        html.Div("Click an arrow for what it rests on.", id="edge-says", className="note", **parts.aria(live="polite")),
         html.Details(
             [
                 html.Summary(f"All {len(rows)} edges as a table"),
@@ -456,7 +460,7 @@ async def page(api: Api, key: str, view: View, now: datetime, base: str) -> list
             ],
             className="crumb-row",
         ),
-        html.Div(id="done", **{"aria-live": "polite"}),
+        html.Div(id="done", **parts.aria(live="polite")),
         html.Div(await live(api, incident), id="incident-live"),
         dcc.Store(id="incident-mark", data=fingerprint(incident)),
         parts.panel("Notes and closing", [html.Div(notes(incident), id="notes"), closing]),

@@ -61,10 +61,10 @@ async def live(api: Api, view: View) -> list[parts.Node]:
                 words.number(len(members)),
                 words.day_and_clock(members[-1].get("opened_at")),
                 words.day_and_clock(newest.get("opened_at")),
-                words.number(hours) if hours else words.NONE,
+                words.gpu_hours(hours) if hours else words.NONE,
             ]
         )
-    head = ["", "Verdict", "Job", "Status", "Times", "First", "Last", "GPU-h"]
+    head = ["", "Verdict", "Job", "Status", "Times", "First", "Last", "Lost"]
     return [
         parts.panel(
             "Incidents",

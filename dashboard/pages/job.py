@@ -41,9 +41,9 @@ TABS = (
 def tabs(job: str, at: str) -> parts.Node:
     """The pages of one job."""
     links = [
-        dcc.Link(text, href=job_url(job, *rest), className="tab here" if text == at else "tab") for text, rest in TABS
+        dcc.Link(text, href=job_url(job, *rest), className="sub here" if text == at else "sub") for text, rest in TABS
     ]
-    return html.Nav(links, className="tabs", **{"aria-label": "pages of this job"})
+    return html.Nav(links, className="subs", **parts.aria(label="pages of this job"))
 
 
 def strip(incidents: Sequence[Mapping[str, Any]], job: Mapping[str, Any]) -> parts.Node:
@@ -61,12 +61,12 @@ def strip(incidents: Sequence[Mapping[str, Any]], job: Mapping[str, Any]) -> par
                 html.P(f"{ground}{history}."),
             ],
             className=f"verdict edge-{'good' if good else 'warn'}",
-            **{"aria-label": "verdict"},
+            **parts.aria(label="verdict"),
         )
     worst = sorted(open_ones, key=lambda i: str(i.get("severity")))[0]
     cause = (worst.get("causes") or [{}])[0]
     cost = cause.get("cost") or {}
-    lines = [html.H2(dcc.Link(words.headline(worst), href=incident_url(str(worst["id"]))))]
+    lines: list[parts.Node] = [html.H2(dcc.Link(words.headline(worst), href=incident_url(str(worst["id"]))))]
     evidence = cause.get("evidence") or []
     if evidence:
         lines.append(html.P(str(evidence[0].get("says", ""))))
@@ -76,7 +76,7 @@ def strip(incidents: Sequence[Mapping[str, Any]], job: Mapping[str, Any]) -> par
     if cost.get("slowdown"):
         facts.append(f"{words.number(cost['slowdown'])}× slower")
     if cost.get("gpu_hours"):
-        facts.append(f"{words.number(float(cost['gpu_hours']))} GPU-hours lost")
+        facts.append(f"{words.gpu_hours(cost['gpu_hours'])} lost")
     if (cause.get("remedy") or {}).get("says"):
         facts.append(f"remedy: {cause['remedy']['says']}")
     if len(open_ones) > 1:
@@ -91,7 +91,7 @@ def strip(incidents: Sequence[Mapping[str, Any]], job: Mapping[str, Any]) -> par
             html.P(" · ".join(facts), className="dim"),
         ],
         className=f"verdict edge-{parts.SEVERITIES.get(str(worst.get('severity')), 'warn')}",
-        **{"aria-label": "verdict"},
+        **parts.aria(label="verdict"),
     )
 
 
@@ -101,14 +101,14 @@ def head_tiles(job: Mapping[str, Any], now: datetime) -> parts.Node:
     return parts.tiles(
         [
             parts.tile("Step", words.number(job.get("step")), f"seen {words.age(job.get('last_seen'), now)}"),
-            parts.tile("Step time", words.milliseconds(job.get("step_ms")), "median, slowest rank"),
+            parts.tile("Step time", words.milliseconds(job.get("step_ms")), "median of the last steps"),
             parts.tile("Throughput", words.number(job.get("throughput")), "samples a second"),
             parts.tile("Loss", words.number(job.get("loss"), 4), "last"),
             parts.tile("Goodput", words.percent(good), f"ETTR {words.percent(job.get('ettr'))}"),
             parts.tile(
                 "Lost",
-                f"{words.number(float(job.get('gpu_hours_lost') or 0.0))} GPU-h",
-                f"{words.number(job.get('open_incidents'))} open incidents",
+                words.gpu_hours(job.get("gpu_hours_lost") or 0.0),
+                words.counted(int(job.get("open_incidents") or 0), "open incident"),
                 "warn" if job.get("gpu_hours_lost") else "",
             ),
         ]
@@ -131,10 +131,10 @@ def incident_rows(incidents: Sequence[Mapping[str, Any]]) -> parts.Node:
                 words.number(one.get("opened_step")),
                 words.day_and_clock(one.get("opened_at")),
                 words.percent(cause.get("confidence"), 0),
-                words.NONE if hours is None else words.number(float(hours)),
+                words.gpu_hours(hours),
             ]
         )
-    head = ["", "Verdict", "Status", "Opened at step", "Opened", "Confidence", "GPU-h"]
+    head = ["", "Verdict", "Status", "Opened at step", "Opened", "Confidence", "Lost"]
     return parts.table(head, rows, numeric=(3, 5, 6), says="Incidents")
 
 
@@ -176,7 +176,7 @@ def _heat_panel(view: View) -> parts.Node:
                 "Drag a box to see it sharper. Click a cell for its rank and step. Grey = no data.",
                 id="picked",
                 className="note",
-                **{"aria-live": "polite"},
+                **parts.aria(live="polite"),
             ),
         ],
         tools=[

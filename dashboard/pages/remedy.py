@@ -128,8 +128,12 @@ def panel(incident: Mapping[str, Any]) -> parts.Node:
         parameters = dict(remedy.get("parameters") or {})
         body.append(_dry_run(action, parameters))
         if _complete(action, parameters):
-            key = {"type": "issue", "action": action, "parameters": json.dumps(parameters, sort_keys=True)}
-            says = f"Will {sentence(action, parameters)}, on all ranks of this job."
+            rank = ((causes[0] if causes else {}).get("subject") or {}).get("rank")
+            ranks = [rank] if known.subset and rank is not None else "all"
+            body_of = {"action": action, "parameters": parameters, "ranks": ranks}
+            key = {"type": "issue", "order": json.dumps(body_of, sort_keys=True)}
+            where = "on all ranks of this job" if ranks == "all" else f"on rank {rank} only"
+            says = f"Will {sentence(action, parameters)}, {where}."
             body.append(_confirm(f"Order {words.plain(action)}…", says, parts.button("Order now", key, tone="primary")))
     body += [_decision(incident.get("decision")), *(order(c) for c in commands)]
     return parts.panel("What to do", body)
