@@ -21,7 +21,7 @@ from lanterne.collector import rates
 from lanterne.collector.guards import micro_batch, precision
 from lanterne.collector.guards.snapshots import Snapshots
 from lanterne.errors import CommandRefused
-from lanterne.nouns import EventName
+from lanterne.nouns import EventName, Phase
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,11 @@ class Actions:
         """Call ``saver(step)`` on every rank when ``save_checkpoint`` is ordered."""
         self._savers.append(saver)
 
+    def snapshot(self, step: int) -> None:
+        """At each step boundary: a snapshot every ``snapshot_every`` steps, unless a parameter is not finite."""
+        if step % self.host.settings.snapshot_every == 0 and self.snapshots.finite():
+            self.snapshots.take(step)
+
     # --- entry points ----------------------------------------------------------------------------
 
     def check(self, order: Mapping[str, Any]) -> str:
@@ -87,7 +92,7 @@ class Actions:
         return optimizer
 
     def _check_set_lr(self, parameters: Mapping[str, Any]) -> None:
-        self._wanted_lr(parameters, self.host.step)
+        self._wanted_lr(parameters, self.host.step_number)
 
     def _wanted_lr(self, parameters: Mapping[str, Any], step: int) -> float:
         current, planned = rates.current(self._optimizer()), self._planned(step)
@@ -269,6 +274,11 @@ class Actions:
         return Effect(
             {"paused": False}, {"paused": True}, undo=self._resume.set, then=lambda: self._hold(step, hold_ns)
         )
+
+    def _pause(self, step: int, hold_ns: int) -> None:
+        """Declared as a long phase, so that a pause is not taken for a hang."""
+        with self.host.phase(Phase.EVAL):
+            self._hold(step, hold_ns)
 
     def _hold(self, step: int, hold_ns: int) -> None:
         """Stay at this boundary; orders that arrive meanwhile are carried out here."""

@@ -14,10 +14,12 @@ because going on could mean training with other values than its peers (docs/acti
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -47,10 +49,15 @@ class Host(Protocol):
     identity: Identity
     settings: CollectorSettings
     folder: Path
-    step: int
     model: Any
+    closed: bool
+
+    @property
+    def step_number(self) -> int: ...
 
     def on_step_boundary(self, call: Callable[[int], None], /) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
 
     def put_event(
         self, name: EventName, /, body: str = "", attributes: Mapping[str, AttributeValue] | None = None
@@ -84,7 +91,7 @@ class CommandAgent:
         self.identity = host.identity
         self.folder = Path(host.folder) / "commands"
         self.log = votelog.VoteLog(self.folder / f"rank-{self.identity.rank}.wal")
-        self.position = Position(step=host.step)
+        self.position = Position(step=host.step_number)
         self.actions = actions.Actions(host, self)
         self.participant: Participant | None = None
         self.coordinator: Coordinator | None = None
@@ -162,12 +169,12 @@ class CommandAgent:
 
     def _run(self) -> None:
         wait = POLL_S
-        while not self._closing.wait(wait):
+        while not self._closing.wait(wait) and not self.host.closed:
             try:
                 wait = self._tick()
             except Exception as error:  # the store is gone: no order can be agreed any more
                 self._closing.wait(POLL_S)
-                if self._closing.is_set():
+                if self._closing.is_set() or self.host.closed:
                     return
                 why = f"{type(error).__name__}: {error}"[:300]
                 self.say("", "refused", detail=f"commands are switched off: {why}")
@@ -325,7 +332,8 @@ class CommandAgent:
             return
 
     def close(self) -> None:
-        """Stop taking orders. Never raises, never waits long."""
+        """Stop taking orders. Never raises, never waits long. Safe to call twice."""
+        atexit.unregister(self.close)
         self._closing.set()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(2.0)
@@ -391,5 +399,8 @@ def start(session: Host, *, clock: Clock | None = None, connect: Callable[[], An
     """
     agent = CommandAgent(session, clock=clock or SystemClock(), connect=connect)
     session.on_step_boundary(agent.boundary)
+    if session.settings.snapshot_every > 0:
+        session.on_step_boundary(agent.actions.snapshot)
     agent.thread.start()
+    atexit.register(agent.close)
     return agent

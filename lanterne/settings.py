@@ -54,6 +54,8 @@ class CollectorSettings:
     """A hang is max(this, 8 x the p99 of the phase)."""
     commands: bool = True
     """Take signed commands from the backend."""
+    snapshot_every: int = 0
+    """Steps between snapshots of the training state in host memory, the way back of the action ``rollback``; 0 = none."""
     command_key: str = ""
     """Public key (hex) that commands must be signed with; default: the one the backend hands out at first contact."""
 

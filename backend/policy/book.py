@@ -8,10 +8,12 @@ from typing import Any
 
 from lanterne.backend.policy.decide import History
 from lanterne.backend.store.control import ControlStore
+from lanterne.backend.store.records import rfc3339
 
 NAME = "ledger"
 SWITCH = "stop-switch"
 USES_MAX = 1_000
+TRIES_MAX = 2
 
 
 @dataclass
@@ -36,6 +38,10 @@ class Book:
     def save(self, control: ControlStore) -> None:
         keep = {"used": self.used, "tries": self.tries, "failed": self.failed}
         control.save_policy_state(NAME, self.job, keep | {"open": self.open, "outcomes": self.outcomes})
+        for policy, uses in self.used.items():
+            broken = [s for s, n in self.tries.items() if s.startswith(f"{policy}/") and n >= TRIES_MAX]
+            state = {"used": len(uses), "breaker": "open" if broken else "closed", "last": rfc3339(uses[-1])}
+            control.save_policy_state(policy, self.job, state)
 
     def history(self) -> History:
         return History(

@@ -10,6 +10,7 @@ process must be gone within a bound. Prints one JSON object a trial.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -85,11 +86,18 @@ class Rank:
     def __init__(self, folder: Path, rank: int, public: str) -> None:
         self.identity = Identity(job="trial", rank=rank, world_size=WORLD)
         self.settings = CollectorSettings(command_key=public)
-        self.folder, self.step = folder, 0
+        self.folder, self.step, self.closed = folder, 0, False
         torch.manual_seed(5)
         self.model: Any = torch.nn.Linear(8, 8)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.calls: list[Callable[[int], None]] = []
+
+    @property
+    def step_number(self) -> int:
+        return self.step
+
+    def phase(self, name: str) -> Any:
+        return contextlib.nullcontext()
 
     def on_step_boundary(self, call: Callable[[int], None], /) -> None:
         self.calls.append(call)

@@ -34,6 +34,10 @@ class Host:
         if self.scaler is not None:
             self.scaler.scale(torch.ones(1))
 
+    @property
+    def step_number(self) -> int:
+        return self.step
+
     def put_event(self, name: Any, /, body: str = "", attributes: Any = None) -> None:
         self.events.append((str(name), body))
 
