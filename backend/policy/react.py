@@ -18,6 +18,7 @@ from lanterne.backend.policy.view import since
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.records import CommandRecord, DecisionRecord, rfc3339
 from lanterne.causal.facts import Diagnosis, Facts
+from lanterne.clock import Clock
 from lanterne.errors import CommandRefused, UsageError
 from lanterne.nouns import Incident, IncidentStatus, Remedy, to_json
 from lanterne.settings import ServerSettings
@@ -55,6 +56,26 @@ def policies(control: ControlStore) -> list[Policy]:
 def _stamped(incident: Incident, status: IncidentStatus | None, **stamps: str) -> Incident:
     ledger = {**incident.ledger, **{k: v for k, v in stamps.items() if v}}
     return replace(incident, ledger=ledger, status=status or incident.status)
+
+
+class Door:
+    """The policy as the live runner calls it: ``door(incident, facts)`` for each open incident at each turn.
+
+    It verifies what was done in the job, then reacts to the incident; None when nothing changed.
+    """
+
+    def __init__(self, control: ControlStore, store: Any, settings: ServerSettings, clock: Clock) -> None:
+        self.control, self.store, self.settings, self.clock = control, store, settings, clock
+
+    def __call__(self, incident: Incident, facts: Facts) -> Incident | None:
+        now_ns = self.clock.unix_ns()
+        changed = {i.id: i for i in verify(self.control, self.store, facts, now_ns)}
+        current = changed.get(incident.id, incident)
+        diagnosis = Diagnosis(kind=incident.kind, causes=current.causes)
+        decided = react(
+            self.control, self.store, facts.job, facts.attempt, current, diagnosis, facts, self.settings, now_ns
+        )
+        return None if decided == incident else decided
 
 
 # --- react ---------------------------------------------------------------------------------------
