@@ -166,9 +166,10 @@ class Shipper:
         if now >= self._grace_until_ns:
             urgent |= self._report_stalls()
         if self._is_due("heartbeat", HEARTBEAT_S):
-            counts = self.quality.counts()
-            for rank in self._living():
+            counts = self.quality.counts()  # the shipper's own: told once, by its lowest rank
+            for rank in sorted(self._living(), key=lambda r: r.rank):
                 self._say(rank, rank.heartbeat(counts))
+                counts = {}
         if self._is_due("sample", SAMPLE_S):
             for rank, events in self.sampler.take(self._living(), now):
                 self._say(rank, *events)

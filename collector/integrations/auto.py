@@ -1,8 +1,9 @@
 """Attach without the user's code: wait for torch to be imported, then for the first sign of training.
 
-Signs are ``torch.distributed.init_process_group`` and the first optimizer step; a data-loader worker, a
-launcher or a script that only imports torch shows neither and is left alone. In the torchrun agent the
-same hook notes how each worker ended. Standard library only until the moment of attaching.
+Signs are ``torch.distributed.init_process_group``, the making of an optimizer (in a process that is alone)
+and the first backward; a data-loader worker, a launcher or a script that only imports torch shows none and
+is left alone. An optimizer's step hooks are no place to attach from: torch iterates over them just then.
+In the torchrun agent the same hook notes how each worker ended. Standard library only until attaching.
 """
 
 from __future__ import annotations
@@ -31,27 +32,51 @@ def _is_loader_worker() -> bool:
     return data is not None and data.get_worker_info() is not None
 
 
-def attach_once(optimizer: Any = None) -> None:
+def attach_once() -> None:
     """Attach this process, the first time it is asked to; never raises."""
+    if _tried.is_set():
+        return
     try:
-        if _tried.is_set() or _is_loader_worker():
+        if _is_loader_worker():
             return
         _tried.set()
         from lanterne.collector import session
 
-        session.attach(optimizer=optimizer)
+        session.attach()
     except Exception as error:
         _complain(error)
 
 
+def _is_alone() -> bool:
+    """Whether the launcher started one process only: otherwise the ranks first have to find each other."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_NTASKS", "1") == "1"
+
+
 def _after_optimizer(module: ModuleType) -> None:
-    """First optimizer step of this process, before it runs."""
+    """An optimizer is made."""
+    original = module.Optimizer.__init__
 
-    def first_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        handle.remove()
-        attach_once(optimizer)
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not _tried.is_set() and _is_alone():
+            attach_once()
 
-    handle = module.register_optimizer_step_pre_hook(first_step)
+    module.Optimizer.__init__ = init
+
+
+def _after_tensor(module: ModuleType) -> None:
+    """The first backward of a process that showed no earlier sign (Horovod, MPI)."""
+    original = module.Tensor.backward
+
+    @functools.wraps(original)
+    def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if module.Tensor.backward is backward:
+            module.Tensor.backward = original
+        attach_once()
+        return original(self, *args, **kwargs)
+
+    module.Tensor.backward = backward
 
 
 def _after_c10d(module: ModuleType) -> None:
@@ -108,6 +133,7 @@ def _noting(process: Any, ask: Callable[..., int | None], folder: str) -> Callab
 
 
 _WATCHED: Mapping[str, Callable[[ModuleType], None]] = {
+    "torch._tensor": _after_tensor,
     "torch.optim.optimizer": _after_optimizer,
     "torch.distributed.distributed_c10d": _after_c10d,
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler": _after_handler,
