@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lanterne.causal import field_host, field_numerics
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.words import Words, cause, evidence, line
-from lanterne.nouns import Anomaly, Cause
+from lanterne.nouns import Anomaly, Cause, Cost
 from lanterne.nouns import CauseCategory as C
 
 _WORLD = re.compile(r"world_size_(\d+)_rank_(\d+)")
@@ -478,6 +479,7 @@ def _gauges(words: Words) -> list[Cause]:
                 do="dump stacks of all ranks now, before a restart destroys the evidence",
             )
         )
+    out += _what_if(words)
     missing = words.fact("ras_missing")
     for e in missing[:4]:
         rank = int(w.number(e, "missing", -1))
@@ -492,6 +494,23 @@ def _gauges(words: Words) -> list[Cause]:
         )
     if not missing:
         out += _ras(words)
+    return out
+
+
+def _what_if(words: Words) -> list[Cause]:
+    """The counterfactual of an operation trace: a worker, a stage, or nobody."""
+    out = []
+    for e in words.fact("what_if"):
+        slowdown, share = w.number(e, "slowdown", 1.0), w.number(e, "share")
+        total = evidence(f"the job is {slowdown:.3f} times slower than with even operations", value=slowdown, unit="1", baseline=1.0, ref=e.ref)
+        category = str(e.attributes.get("category", ""))
+        if category:
+            says = evidence(str(e.attributes.get("says")), value=share, unit="1", ref=e.ref)
+            rank = int(w.number(e, "culprit", -1))
+            found = cause(C(category), 0.5 + 0.45 * min(1.0, share), [says, total], rank=rank)
+            out.append(replace(found, cost=Cost(slowdown=slowdown)))
+        elif slowdown > 1.1:
+            out.append(cause(C.UNKNOWN, 0.5, [total], needs=("hardware counters of the workers: no worker and no stage alone explains it",)))
     return out
 
 

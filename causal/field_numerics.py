@@ -324,7 +324,7 @@ def _lr_restarts(lr: F64) -> list[int]:
     at, x = _known(lr)
     out = []
     for i in range(4, len(x) - 3):
-        if 0 <= x[i] < 0.1 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > x[i] and x[i - 1] > 0:
+        if 0 <= x[i] < 0.4 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > 1.3 * x[i]:
             out.append(int(at[i]))
     return out[:4]
 

@@ -7,9 +7,21 @@ what cannot be used stands in ``facts.quality.notes``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from lanterne.backend.readers import documents, flight_recorder, nccl, text
+from lanterne.backend.readers import (
+    checkpoints,
+    documents,
+    flight_recorder,
+    nccl,
+    session,
+    stacks,
+    straggler,
+    tensorboard,
+    text,
+    traces,
+)
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, probe, walk
 from lanterne.causal.facts import Facts
@@ -19,11 +31,15 @@ from lanterne.nouns import Report
 _Reader = tuple[Callable[[Source], bool], Callable[[Source, Gather], int]]
 
 _READERS: tuple[_Reader, ...] = (
+    (straggler.is_parquet, straggler.read),
+    (traces.sniff, traces.read),
     (nccl.is_tests, nccl.read_tests),
+    (stacks.is_stacks, stacks.read),
     (documents.is_prometheus, documents.read_prometheus),
     (documents.is_json_document, documents.read_json),
     (documents.is_json_lines, documents.read_json_lines),
     (documents.is_csv, documents.read_csv),
+    (tensorboard.sniff, tensorboard.read),
 )
 _IGNORED = ("license", "licence", "readme", "notice", "copying")
 
@@ -56,32 +72,72 @@ def _one(source: Source, gather: Gather) -> int:
 def read(paths: Sequence[Path]) -> Facts:
     """Read files and folders of one job. Raises UnreadableInput only when nothing at all could be used."""
     gather = Gather()
+    files = [p for p in walk([Path(p) for p in paths]) if not p.name.lower().startswith(_IGNORED)]
     dumps: list[flight_recorder.Dump] = []
+    segments: list[Path] = []
     problems: list[UnreadableInput] = []
-    for path in walk([Path(p) for p in paths]):
-        if path.name.lower().startswith(_IGNORED):
+    sessions = session.folders(files)
+    pieces = _checkpoints(files, gather)
+    for path in files:
+        if path in pieces or session.belongs(path, sessions):
             continue
         try:
-            source = probe(path)
-            if source.size == 0:
-                gather.event("empty_file", rank=-1, ref=str(path), file_rank=source.rank)
-                gather.gap(f"{path}: empty")
-                continue
-            if flight_recorder.sniff(source):
-                dumps.append(flight_recorder.parse(source))
-                continue
-            if _one(source, gather):
-                gather.used += 1
-            else:
-                gather.gap(f"{path}: nothing in it is known")
+            _sort(path, gather, dumps, segments)
         except UnreadableInput as error:
             problems.append(error)
             gather.gap(str(error))
     if dumps:
         flight_recorder.add(dumps, gather)
-    if not gather.used:
+    live = session.read(sessions, segments, gather)
+    if not gather.used and live is None:
         raise _nothing(paths, problems)
-    return gather.facts()
+    return _joined(live, gather)
+
+
+def _sort(path: Path, gather: Gather, dumps: list[flight_recorder.Dump], segments: list[Path]) -> None:
+    source = probe(path)
+    if source.size == 0:
+        gather.event("empty_file", ref=str(path), file_rank=source.rank)
+        gather.gap(f"{path}: empty")
+    elif session.is_segment(source):
+        segments.append(path)
+    elif flight_recorder.sniff(source):
+        dumps.append(flight_recorder.parse(source))
+    elif _one(source, gather):
+        gather.used += 1
+    else:
+        gather.gap(f"{path}: nothing in it is known")
+
+
+def _checkpoints(files: Sequence[Path], gather: Gather) -> set[Path]:
+    """Verify the checkpoint folders among the files; their pieces are not read as anything else."""
+    pieces = {p for p in files if checkpoints.is_piece(p)}
+    folders = {p.parent for p in pieces}
+    folders |= {f.parent for f in folders if sum(g.parent == f.parent for g in folders) > 1}
+    tops = [f for f in sorted(folders) if not any(o in f.parents for o in folders)]
+    for top in tops:
+        gather.used += 1
+        gather.sources.add("checkpoint")
+        for problem in checkpoints.verify(top):
+            gather.event("checkpoint_problem", ref=problem.path, kind=problem.kind, path=problem.path, body=problem.says)
+    return pieces
+
+
+def _joined(live: Facts | None, gather: Gather) -> Facts:
+    """Facts of our own session come first; logs, dumps and files beside it add their events."""
+    facts = gather.facts()
+    if live is None:
+        return facts
+    notes = (*live.quality.notes, *facts.quality.notes)
+    quality = replace(live.quality, notes=notes, dropped_events=live.quality.dropped_events + facts.quality.dropped_events)
+    return replace(
+        live,
+        events=(*live.events, *facts.events),
+        collectives=live.collectives or facts.collectives,
+        groups={**facts.groups, **live.groups},
+        sources=tuple(sorted({*live.sources, *facts.sources})),
+        quality=quality,
+    )
 
 
 def _nothing(paths: Sequence[Path], problems: Sequence[UnreadableInput]) -> UnreadableInput:

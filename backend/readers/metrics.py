@@ -165,6 +165,11 @@ def flatten(row: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     return out
 
 
+_QUANTISED = re.compile(r"0\.0{3,}\d?")
+"""A learning rate printed with fixed decimals and at most one digit left: 0.000002 says nothing of its course."""
+_JUDGED = frozenset({"loss", "grad_norm", "grad_norm_local"})
+
+
 class RowMetrics:
     """Takes rows (name -> value) with a step and, maybe, a rank; used by JSON, CSV, TensorBoard and text."""
 
@@ -218,8 +223,11 @@ class RowMetrics:
         values = raw if isinstance(raw, list) else [raw]
         for i, item in enumerate(values[:131_072]):
             value = number(item)
-            if value is not None:
+            if value is not None and not (alias[0] == "lr" and isinstance(item, str) and _QUANTISED.fullmatch(item)):
                 self.found += 1
+                who = i if isinstance(raw, list) and len(values) > 1 else rank
+                if not math.isfinite(value) and alias[0] in _JUDGED:
+                    self.gather.event("nonfinite_sample", rank=who, step=step, ref=self.where, series=alias[0])
                 self.gather.sample(
                     alias[0], step, i if isinstance(raw, list) and len(values) > 1 else rank, value * alias[1]
                 )
@@ -282,6 +290,10 @@ class LineMetrics:
     @property
     def found(self) -> int:
         return self.rows.found
+
+    def close(self) -> None:
+        """Leave which keys each rank logged."""
+        self.rows.close()
 
     def line(self, text: str, rank: int) -> int | None:
         """Take one line; the answer is its step where it has one."""

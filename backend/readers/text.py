@@ -41,6 +41,7 @@ _EXCEPTION = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
 )
 _STEP = re.compile(r"\b(?:global_?step|step|iteration|iter)\b[ =:#]*(\d{1,12})(?:/\d+)?", re.IGNORECASE)
+_SPAN = re.compile(r"\[#(?P<name>\w+)\] \[(?P<what>BEGIN|END|INSTANT)\]\s*(?P<json>\{.*\})?")
 _ELASTIC = {
     "rank": re.compile(r"^\s*rank\s+:\s*(\d+)"),
     "host": re.compile(r"^\s*host\s+:\s*(\S+)"),
@@ -69,6 +70,7 @@ class TextReader:
         self.speakers: dict[int, _Speaker] = defaultdict(_Speaker)
         self.host, self.now_ns, self.traceback = "", 0, False
         self.block: dict[str, str] | None = None
+        self.begun: dict[str, int] = {}
         self.by_pid: dict[tuple[str, str], int] = {}
         self.table = metrics.LineMetrics(source, gather)
         self.found = 0
@@ -80,7 +82,8 @@ class TextReader:
             if text:
                 self.line(number, text)
         self._close_block("")
-        if self.found or self.table.found:
+        self.table.close()
+        if self.found or self.table.found or self.source.rank != NO_RANK:
             for rank, speaker in self.speakers.items():
                 if rank != NO_RANK or len(self.speakers) == 1:
                     self.gather.event(
@@ -97,7 +100,7 @@ class TextReader:
         speaker = self.speakers[rank]
         speaker.lines += 1
         speaker.last, speaker.last_ref, speaker.last_ns = said.strip(), ref, self.now_ns
-        if self._elastic(said, ref):
+        if self._elastic(said, ref) or self._span(said, rank, ref):
             return
         if metrics.worth(said):
             step = self.table.line(said, rank)
@@ -108,6 +111,25 @@ class TextReader:
         self._exception(said, rank, step, ref)
         for pattern, attributes in patterns.match(said):
             self._fact(pattern.event, attributes, rank, step, ref, said)
+
+    def _span(self, said: str, rank: int, ref: str) -> bool:
+        """``[time] [pid] [id] [trainer] [#step] [BEGIN|END] {json}``: spans of an event log, paired by name."""
+        found = _SPAN.search(said)
+        if found is None:
+            return False
+        if found["what"] == "BEGIN":
+            self.begun[found["name"]] = self.now_ns
+            return True
+        begun = self.begun.pop(found["name"], 0)
+        if found["what"] == "END" and begun and self.now_ns >= begun:
+            row = metrics.parse_object(found["json"] or "") or {}
+            step = row.get("global_step", NO_STEP)
+            self.found += 1
+            self.gather.event(
+                f"{found['name']}_span", rank=rank, step=step if isinstance(step, int) else NO_STEP, at_ns=begun, ref=ref,
+                seconds=(self.now_ns - begun) / 1e9,
+            )  # fmt: skip
+        return found["what"] == "END"
 
     def _who(self, text: str) -> tuple[int, str]:
         rank, said = self.source.rank, text
