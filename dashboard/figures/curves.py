@@ -66,11 +66,11 @@ def curve(
         margin={"l": 56, "r": 14, "t": 22, "b": 30},
         xaxis={"type": "date" if axis == "time" else "linear"},
         yaxis={
-            "type": "log" if log else "linear",
+            **_scale(series, log),
             "title": {"text": _unit(unit), "standoff": 6},
             "exponentformat": "SI",
         },
-        uirevision=f"{name}/{axis}",
+        uirevision=safe(f"{name}/{axis}"),
         hovermode="x unified" if several else "closest",
         **drawn,
     )

@@ -96,7 +96,7 @@ def heatmap(answer: Mapping[str, Any], marks: Sequence[Mapping[str, Any]] = ()) 
             yaxis=yaxis,
             margin={"l": 56, "r": 8, "t": 22, "b": 40},
             plot_bgcolor="rgba(128,138,152,0.16)",
-            uirevision=str(answer.get("metric")),
+            uirevision=safe(answer.get("metric")),
             **step_marks(marks, steps[0], steps[-1]),
         ),
     }

@@ -168,6 +168,65 @@ def create(jobs: int = 3) -> FastAPI:
     def ranks(name: str) -> Any:
         return {"items": [rank(r) for r in range(8)], "next": None}
 
+    @app.get("/api/v1/jobs/{name}/events")
+    def events(name: str) -> Any:
+        one = {
+            "rank": 3,
+            "name": "stall",
+            "step": 7,
+            "time": "2026-11-29T12:00:00Z",
+            "body": EVIL,
+            "attributes": {"a": EVIL},
+        }
+        return {"items": [one], "next": None}
+
+    @app.get("/api/v1/jobs/{name}/communication")
+    def communication(name: str) -> Any:
+        group = {"group": "0-7", "op": "all_reduce", "alpha_us": 12.0, "beta_gbps": 4.0, "samples": 20}
+        return {"groups": [group | {"best_bus_gbps": 5.0, "last_bus_gbps": 2.0}]}
+
+    @app.get("/api/v1/jobs/{name}/collectives")
+    def collectives(name: str) -> Any:
+        call = {"group": "0-7", "sequence": 1, "op": "all_reduce", "step": 1, "bytes": 1 << 20, "members": 8}
+        return {
+            "items": [call | {"last_rank": LATE, "skew_ms": 38.0, "transfer_ms": 6.0, "bus_bandwidth": 1.0}],
+            "next": None,
+        }
+
+    @app.get("/api/v1/jobs/{name}/sla")
+    def sla(name: str) -> Any:
+        objective = {
+            "name": "ettr",
+            "level": None,
+            "target": 0.95,
+            "value": 0.7,
+            "error_budget": 0.0,
+            "burn_rate": 6.0,
+            "met": False,
+        }
+        good = {"productive_s": 700.0, "badput": {"straggler": 300.0}}
+        return {"objectives": [objective], "goodput": good, "mtbf_s": None, "mttr_s": 8.3, "ettr": 0.7}
+
+    @app.get("/api/v1/policies")
+    def policies() -> Any:
+        policy = {
+            "name": "lr",
+            "version": 1,
+            "enabled": True,
+            "mode": "auto",
+            "says": EVIL,
+            "steps": [{"action": "set_lr"}],
+        }
+        return {
+            "items": [
+                policy | {"budget": 2, "budget_s": 3600.0, "state": {"used": 0, "breaker": "closed", "last": None}}
+            ]
+        }
+
+    @app.get("/api/v1/tokens")
+    def tokens() -> Any:
+        return {"items": [{"id": "ab", "scopes": ["read"], "label": EVIL}], "next": None}
+
     @app.get("/api/v1/jobs/{name}/steps/{n}")
     def one_step(name: str, n: int) -> Any:
         return step(n)
