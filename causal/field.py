@@ -9,17 +9,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
-from lanterne.causal import field_host, field_numerics
+from lanterne.causal import field_agents, field_host, field_numerics
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.words import Words, cause, evidence, line
-from lanterne.nouns import Anomaly, Cause, Cost
+from lanterne.nouns import Anomaly, Cause
 from lanterne.nouns import CauseCategory as C
 
 _WORLD = re.compile(r"world_size_(\d+)_rank_(\d+)")
-_UNRECORDED_RANK_STEP = -1
 
 
 def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
@@ -35,8 +33,8 @@ def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
     out += [] if out else _crash(words)
     if not any(c.confidence >= 0.5 and c.category is not C.UNKNOWN for c in out):
         out += field_numerics.candidates(facts, words)
-        out += _host_pauses(words)
-        out += _gauges(words)
+        out += field_agents.pauses(words)
+        out += field_agents.gauges(words)
     if refuted:
         out = [
             *refuted,
@@ -202,7 +200,8 @@ def _crowded(words: Words) -> Cause | None:
         if len(extra) >= 2 or (len(extra) == 1 and len(per) == 2 and len(procs) > 1):
             small = sum(extra.values()) / len(extra)
             says = evidence(
-                f"device {where} holds {len(procs)} processes, {len(extra)} of them at home on other devices ({small:.0f} MiB each)",
+                f"device {where} holds {len(procs)} processes, {len(extra)} of them at home on other devices "
+                f"({small:.0f} MiB each)",
                 value=float(len(procs)),
                 unit="processes",
                 baseline=float(max(others, default=1)) or 1.0,
@@ -215,7 +214,8 @@ def _crowded(words: Words) -> Cause | None:
                 [says, *oom],
                 rank=rank,
                 device=where,
-                do="load checkpoints with map_location and call torch.cuda.set_device(local_rank) first; list processes per device",
+                do="load checkpoints with map_location and call torch.cuda.set_device(local_rank) first; list "
+                "processes per device",
             )
     return None
 
@@ -228,7 +228,8 @@ def _storage(words: Words) -> list[Cause]:
         says = evidence(f"checkpoint shards of other ranks are not visible here: {paths}", ref=zero[0].ref)
         return [
             cause(
-                C.UNKNOWN, 0.55, [says], do="do not train on from a partial load; see whether the checkpoint folder is one shared disk",
+                C.UNKNOWN, 0.55, [says], do="do not train on from a partial load; see whether the checkpoint "
+                                            "folder is one shared disk",
                 needs=("a listing of the checkpoint folder on every node: node-local disks or a real loss of files",),
             ),
             cause(C.CHECKPOINT_INCOMPLETE, 0.45, [says], needs=("a listing of the checkpoint folder on every node",)),
@@ -292,7 +293,8 @@ def _missing_piece(words: Words, rows: list[FactEvent]) -> Cause:
     layout = _WORLD.search(first.body)
     if layout:
         says = evidence(
-            f"the load looks for rank {layout[2]} of a world of {layout[1]}: the world size changed between save and load",
+            f"the load looks for rank {layout[2]} of a world of {layout[1]}: the world size changed between save "
+            f"and load",
             value=float(layout[1]),
             unit="ranks",
             ref=first.ref,
@@ -349,7 +351,8 @@ def _crash(words: Words) -> list[Cause]:
     if alive:
         proof.append(evidence(f"the job stayed up without it: {w.quote(alive[0])}", ref=alive[0].ref))
     do = (
-        "read the rank's own traceback; switch on kill-on-bad-exit and TORCH_NCCL_ASYNC_ERROR_HANDLING so that a dead rank ends the job"
+        "read the rank's own traceback; switch on kill-on-bad-exit and TORCH_NCCL_ASYNC_ERROR_HANDLING so that a "
+        "dead rank ends the job"
         if alive or timeouts
         else ""
     )
@@ -402,133 +405,3 @@ def _nameless(words: Words, own: list[FactEvent]) -> list[Cause]:
             needs=() if local is not None else ("which rank wrote it: start with torchrun --tee 3 or --log-dir",),
         )
     ]
-
-
-def _host_pauses(words: Words) -> list[Cause]:
-    """Garbage collection and recompilation that say so themselves."""
-    out = []
-    pauses: dict[int, list[float]] = {}
-    rows = words.said("gc_pause")
-    for e in rows:
-        seconds = w.number(e, "seconds") / (1000 if e.attributes.get("unit") == "ms" else 1)
-        if seconds >= 0.2:
-            pauses.setdefault(e.rank, []).append(seconds)
-    if pauses:
-        total = sum(sum(v) for v in pauses.values())
-        says = evidence(
-            f"{sum(map(len, pauses.values()))} garbage collections of up to {max(max(v) for v in pauses.values()):.1f} s on {len(pauses)} rank(s), not at one step",
-            value=total,
-            unit="s",
-            ref=rows[0].ref,
-        )
-        one = next(iter(pauses)) if len(pauses) == 1 else None
-        out.append(
-            cause(
-                C.GC_PAUSE,
-                0.82,
-                [says],
-                rank=one,
-                do="collect on a common step on all ranks (gc.disable, then gc.collect every N steps)",
-            )
-        )
-    again = words.said("recompile")
-    if len(again) >= 3:
-        out.append(
-            cause(
-                C.RECOMPILE,
-                0.7,
-                [
-                    line(again[0]),
-                    evidence(f"{len(again)} recompilations", value=float(len(again)), unit="recompilations"),
-                ],
-                rank=again[0].rank if len({e.rank for e in again}) == 1 else None,
-            )
-        )
-    late = words.said("loader_slow")
-    if late:
-        ranks = {e.rank for e in late}
-        out.append(cause(C.DATA_STALL, 0.6, map(line, late[:3]), rank=ranks.pop() if len(ranks) == 1 else None))
-    return out
-
-
-def _gauges(words: Words) -> list[Cause]:
-    """Hang gauges of a node agent, counters of NCCL RAS: who stands, and what would tell why."""
-    rows = words.fact("hang_gauge")
-    up = sorted({e.rank for e in rows if w.number(e, "value") > 0})
-    out = []
-    if up:
-        ranks = sorted({e.rank for e in rows})
-        which = "all" if len(up) == len(ranks) else f"{len(up)} of {len(ranks)}"
-        first = next(e for e in rows if w.number(e, "value") > 0)
-        says = evidence(
-            f"{which} ranks report a hang ({first.attributes.get('gauge')}): {','.join(map(str, up[:32]))}",
-            value=float(len(up)),
-            unit="ranks",
-            baseline=0.0,
-            ref=first.ref,
-        )
-        quiet = [r for r in ranks if r not in up]
-        needs = ["stacks or Flight Recorder dumps: a rank that reports a hang is a victim more often than not"]
-        needs += [f"what ranks {','.join(map(str, quiet[:16]))} do: they report no hang"] if quiet else []
-        out.append(
-            cause(
-                C.UNKNOWN,
-                0.6,
-                [says],
-                needs=needs,
-                do="dump stacks of all ranks now, before a restart destroys the evidence",
-            )
-        )
-    out += _what_if(words)
-    missing = words.fact("ras_missing")
-    for e in missing[:4]:
-        rank = int(w.number(e, "missing", -1))
-        out.append(
-            cause(
-                C.RANK_MISSING,
-                0.75,
-                [evidence(f"NCCL RAS does not see rank {rank} of group {e.attributes.get('group')}", ref=e.ref)],
-                rank=rank,
-                group=str(e.attributes.get("group")),
-            )
-        )
-    if not missing:
-        out += _ras(words)
-    return out
-
-
-def _what_if(words: Words) -> list[Cause]:
-    """The counterfactual of an operation trace: a worker, a stage, or nobody."""
-    out = []
-    for e in words.fact("what_if"):
-        slowdown, share = w.number(e, "slowdown", 1.0), w.number(e, "share")
-        total = evidence(f"the job is {slowdown:.3f} times slower than with even operations", value=slowdown, unit="1", baseline=1.0, ref=e.ref)
-        category = str(e.attributes.get("category", ""))
-        if category:
-            says = evidence(str(e.attributes.get("says")), value=share, unit="1", ref=e.ref)
-            rank = int(w.number(e, "culprit", -1))
-            found = cause(C(category), 0.5 + 0.45 * min(1.0, share), [says, total], rank=rank)
-            out.append(replace(found, cost=Cost(slowdown=slowdown)))
-        elif slowdown > 1.1:
-            out.append(cause(C.UNKNOWN, 0.5, [total], needs=("hardware counters of the workers: no worker and no stage alone explains it",)))
-    return out
-
-
-def _ras(words: Words) -> list[Cause]:
-    groups: dict[str, dict[int, int]] = {}
-    for e in words.fact("ras_rank"):
-        groups.setdefault(str(e.attributes.get("group")), {})[e.rank] = int(w.number(e, "count", -1))
-    for group, counts in groups.items():
-        top = max(counts.values())
-        behind = [r for r, n in counts.items() if n < top]
-        if behind and len(behind) * 2 < len(counts):
-            says = evidence(
-                f"rank {behind[0]} is at operation {counts[behind[0]]} of group {group}, the others at {top}",
-                value=float(counts[behind[0]]),
-                unit="operations",
-                baseline=float(top),
-            )
-            return [
-                cause(C.RANK_HUNG, 0.75, [says], rank=behind[0], group=group, needs=("a py-spy dump of that rank",))
-            ]
-    return []

@@ -74,7 +74,8 @@ def device(words: Words) -> list[Cause]:
             host=e.host or _host(words, e.rank),
             device=_device(e) or _place_device(words, e.rank),
             needs=needs,
-            do="exclude the node and have its device checked; do not shrink the batch: a failed allocation after it is an effect",
+            do="exclude the node and have its device checked; do not shrink the batch: a failed allocation after "
+            "it is an effect",
         )
     for e in words.fact("wrong_results"):
         out[("", "wrong")] = cause(
@@ -140,11 +141,10 @@ def thermal(words: Words) -> list[Cause]:
     for e in words.facts.events:
         if e.name == "log.smi_device":
             current = str(e.attributes.get("device", ""))
-        elif e.name == "log.thermal_throttle":
+        elif e.name == "log.thermal_throttle" or (
+            e.name == "log.throttle_mask" and int(str(e.attributes.get("mask", "0x0")), 16) & THERMAL_MASK
+        ):
             hot.setdefault(str(e.attributes.get("device", current)), e)
-        elif e.name == "log.throttle_mask":
-            if int(str(e.attributes.get("mask", "0x0")), 16) & THERMAL_MASK:
-                hot.setdefault(str(e.attributes.get("device", current)), e)
     out = []
     for where, e in list(hot.items())[:4]:
         clock = [x for x in words.said("smi_clock", "smi_temperature") if x.host == e.host]
@@ -203,7 +203,8 @@ def _differs(words: Words, event: str, key: str, value: str, category: C) -> lis
         odd = values[ordered[-1][0]]
         tie = ordered[0][1] == ordered[-1][1]
         says = evidence(
-            f"{name} is {ordered[-1][0]} on {', '.join(sorted(owners[name][ordered[-1][0]])[:4])} and {ordered[0][0]} elsewhere",
+            f"{name} is {ordered[-1][0]} on {', '.join(sorted(owners[name][ordered[-1][0]])[:4])} and "
+            f"{ordered[0][0]} elsewhere",
             ref=odd.ref,
         )
         return [
@@ -223,7 +224,7 @@ def network(words: Words) -> list[Cause]:
     """Fabric faults during a run, and wrong interfaces, names and transports at its start."""
     out = []
     errors = words.said("ib_error")
-    downs = [e for e in words.said("link_down")]
+    downs = list(words.said("link_down"))
     started = bool(len(words.facts.steps)) or any(w.number(e, "sequence") > 1 for e in words.said("collective_timeout"))
     gid = words.said("bad_gid", "no_interface")
     if gid and not started:
@@ -237,7 +238,8 @@ def network(words: Words) -> list[Cause]:
             proof.insert(
                 0,
                 evidence(
-                    f"{len(errors)} completions with error {int(w.number(errors[0], 'error'))}, most of them from peer {peer}: retries ran out",
+                    f"{len(errors)} completions with error {int(w.number(errors[0], 'error'))}, most of them from "
+                    f"peer {peer}: retries ran out",
                     value=float(len(errors)),
                     unit="errors",
                     ref=errors[0].ref,

@@ -11,9 +11,10 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from lanterne.causal import field_pace
+from lanterne.causal import field_pace, field_schedule
 from lanterne.causal import words as w
 from lanterne.causal.facts import Facts
+from lanterne.causal.field_schedule import known_values, row_values, setting
 from lanterne.causal.words import Words, cause, evidence, line
 from lanterne.nouns import Cause
 from lanterne.nouns import CauseCategory as C
@@ -29,7 +30,7 @@ def candidates(facts: Facts, words: Words) -> list[Cause]:
     """Causes from series and settings; an unexplained spike only as an abstention."""
     out = [*_nonfinite(facts, words), *_scaler(facts, words)]
     out += [] if out else [*_replicas(facts, words), *_same_batch(facts, words)]
-    out += [] if out else [*_resume(facts, words), *_accumulation(facts, words)]
+    out += [] if out else [*field_schedule.resume(facts, words), *field_schedule.accumulation(facts, words)]
     out += [] if out else _metric_keys(words)
     out += [] if out else _overflow(words)
     if not out:
@@ -37,35 +38,6 @@ def candidates(facts: Facts, words: Words) -> list[Cause]:
     if not out:
         out += _spike(facts)
     return out
-
-
-def row_values(facts: Facts, name: str) -> F64:
-    """One value a step: median over ranks, NaN where nobody spoke."""
-    table = facts.get(name)
-    if not table.size:
-        return np.zeros(0)
-    out = np.full(len(table), np.nan)
-    some = np.isfinite(table).any(axis=1)
-    out[some] = np.nanmedian(np.where(np.isfinite(table[some]), table[some], np.nan), axis=1)
-    return out
-
-
-def _known(x: F64) -> tuple[NDArray[np.int64], F64]:
-    at = np.flatnonzero(np.isfinite(x))
-    return at.astype(np.int64), x[at]
-
-
-def _setting(words: Words, key: str, event: str) -> float | None:
-    value = words.setting(key)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    rows = words.said(event)
-    return w.number(rows[0], "value") if rows and "value" in rows[0].attributes else None
 
 
 def _fp16(facts: Facts, words: Words) -> bool:
@@ -79,12 +51,12 @@ def _fp16(facts: Facts, words: Words) -> bool:
 
 def _scaler(facts: Facts, words: Words) -> list[Cause]:
     """Clipping before unscaling: the norm the optimizer sees is far below the clip value, and nothing is learned."""
-    clip = _setting(words, "clip", "clip_setting")
-    norm = _known(row_values(facts, "grad_norm"))[1]
+    clip = setting(words, "clip", "clip_setting")
+    norm = known_values(row_values(facts, "grad_norm"))[1]
     if not clip or len(norm) < 8 or not _fp16(facts, words):
         return []
     usual = float(np.median(norm[len(norm) // 4 :]))
-    loss = _known(row_values(facts, "loss"))[1]
+    loss = known_values(row_values(facts, "loss"))[1]
     flat = True
     if len(loss) >= 8:
         head, tail = float(np.median(loss[: max(3, len(loss) // 5)])), float(np.median(loss[-max(3, len(loss) // 5) :]))
@@ -93,7 +65,8 @@ def _scaler(facts: Facts, words: Words) -> list[Cause]:
         return []
     proof = [
         evidence(
-            f"the gradient norm seen by the optimizer is {usual:.3g}, the clip value {clip:g}, in fp16 with a loss scale",
+            f"the gradient norm seen by the optimizer is {usual:.3g}, the clip value {clip:g}, in fp16 with a "
+            f"loss scale",
             value=usual,
             unit="1",
             baseline=clip,
@@ -214,13 +187,9 @@ def _any_nan(facts: Facts) -> bool:
 def _nan_rows(facts: Facts, name: str) -> NDArray[np.bool_]:
     """Rows in which somebody logged NaN or inf: such values are kept apart by the readers as facts."""
     rows = [e.step for e in facts.events if e.name == "nonfinite_sample" and e.attributes.get("series") == name]
-    return (
-        np.isin(facts.steps, rows)
-        if rows
-        else np.isinf(facts.get(name)).any(axis=1)
-        if facts.get(name).size
-        else np.zeros(0, bool)
-    )
+    if rows:
+        return np.asarray(np.isin(facts.steps, rows))
+    return np.asarray(np.isinf(facts.get(name)).any(axis=1))
 
 
 def _first_nan(facts: Facts) -> set[int]:
@@ -242,181 +211,6 @@ def _nan_step(facts: Facts) -> int | None:
     return min((e.step for e in facts.events if e.name == "nonfinite_sample" and e.step >= 0), default=None)
 
 
-def _boundary(facts: Facts, words: Words) -> list[int]:
-    """Rows at which the run was resumed: said by a log, or the step counter went on in a new file."""
-    steps = [e.step for e in words.said("resumed") if e.step >= 0]
-    rows = {int(np.searchsorted(facts.steps, s)) for s in steps if len(facts.steps) and s <= facts.steps[-1]}
-    return sorted(r for r in rows if r < len(facts.steps))
-
-
-def _resume(facts: Facts, words: Words) -> list[Cause]:
-    """What jumped at a resume: loss with the learning rate restarted, or the update size with it unchanged."""
-    if len(facts.steps) < 8:
-        return []
-    loss, lr, update = (row_values(facts, n) for n in ("loss", "lr", "update_ratio"))
-    marked = _boundary(facts, words)
-    for row in marked or _lr_restarts(lr):
-        before, after = slice(max(0, row - 20), row), slice(row, row + 20)
-        lost = _jump(lr, before, slice(row, row + 3))
-        rise, pushed = _jump(loss, before, slice(row, row + 5)), _jump(update, before, slice(row, row + 3))
-        step = int(facts.steps[row])
-        if lost is not None and lost[1] < 0.5 * lost[0] and rise is not None and rise[1] > 1.03 * rise[0]:
-            proof = [
-                evidence(f"the learning rate fell from {lost[0]:.3g} to {lost[1]:.3g} at the resume: its schedule restarted", value=lost[1], unit="1", baseline=lost[0]),
-                evidence(f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} there", value=rise[1], unit="1", baseline=rise[0]),
-            ]  # fmt: skip
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.88,
-                    proof,
-                    step=step,
-                    do="diff scheduler and optimizer state before and after the resume",
-                )
-            ]
-        if not marked:
-            continue
-        same = lost is None or abs(lost[1] - lost[0]) < 0.25 * abs(lost[0])
-        if pushed is not None and pushed[1] > 1.3 * pushed[0] and same:
-            late = _known(update[after])[1]
-            proof = [
-                evidence(
-                    f"updates are {pushed[1] / pushed[0]:.2f} times too large after the resume and shrink again to {late[-1] / pushed[0]:.2f} times, at an unchanged learning rate: the optimizer's step counter restarted",
-                    value=pushed[1],
-                    unit="1",
-                    baseline=pushed[0],
-                )
-            ]
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.85,
-                    proof,
-                    step=step,
-                    do="compare the optimizer's step counter and moments before and after the resume",
-                )
-            ]
-        noise = _noise(loss[before])
-        if rise is not None and rise[1] > 1.05 * rise[0] and rise[1] - rise[0] > 4 * noise:
-            proof = [
-                evidence(
-                    f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} right at the resume",
-                    value=rise[1],
-                    unit="1",
-                    baseline=rise[0],
-                )
-            ]
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.7,
-                    proof,
-                    step=step,
-                    needs=("the optimizer state (moments, step counter) before and after the resume",),
-                    do="diff the state at the boundary: moments, step counter, scheduler, loader position",
-                )
-            ]
-    return []
-
-
-def _lr_restarts(lr: F64) -> list[int]:
-    """Rows where the learning rate falls to less than a tenth at once and then warms up again."""
-    at, x = _known(lr)
-    out = []
-    for i in range(4, len(x) - 3):
-        if 0 <= x[i] < 0.4 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > 1.3 * x[i]:
-            out.append(int(at[i]))
-    return out[:4]
-
-
-def _jump(x: F64, before: slice, after: slice) -> tuple[float, float] | None:
-    a, b = _known(x[before])[1], _known(x[after])[1]
-    return (float(np.median(a[-10:])), float(np.median(b))) if len(a) >= 3 and len(b) else None
-
-
-def _noise(x: F64) -> float:
-    known = _known(x)[1]
-    return float(np.median(np.abs(np.diff(known)))) if len(known) > 2 else 0.0
-
-
-def _accumulation(facts: Facts, words: Words) -> list[Cause]:
-    """Loss and gradient norm too large by the number of accumulation steps."""
-    steps = _setting(words, "accumulation", "accumulation_setting") or 0.0
-    loss, norm = row_values(facts, "loss"), row_values(facts, "grad_norm")
-    series = row_values(facts, "accumulation")
-    at, acc = _known(series)
-    change = [i for i in range(1, len(acc)) if acc[i] != acc[i - 1]]
-    rows = [int(at[i]) for i in change][:3]
-    if not rows and steps > 1:
-        rows = _level_shifts(loss)
-    for row in rows:
-        factor = series[row] / acc[max(0, np.searchsorted(at, row) - 1)] if change else steps
-        a, b = (
-            _jump(loss, slice(max(0, row - 20), row), slice(row, row + 10)),
-            _jump(norm, slice(max(0, row - 20), row), slice(row, row + 10)),
-        )
-        if a is None or factor <= 1.2 or a[0] <= 0 or not 0.75 < a[1] / a[0] / factor < 1.3:
-            continue
-        proof = [
-            evidence(
-                f"the loss is {a[1] / a[0]:.2f} times what it was, with {factor:g} times the accumulation steps",
-                value=a[1],
-                unit="1",
-                baseline=a[0],
-            )
-        ]
-        if b is not None and b[0] > 0:
-            proof.append(
-                evidence(
-                    f"the gradient norm is {b[1] / b[0]:.2f} times what it was", value=b[1], unit="1", baseline=b[0]
-                )
-            )
-        return [
-            cause(
-                C.ACCUMULATION_ERROR,
-                0.88,
-                proof,
-                step=int(facts.steps[row]),
-                do="normalise by the tokens of all micro-batches together, once",
-            )
-        ]
-    return _scaled_start(facts, loss, norm, steps or (float(acc[0]) if len(acc) else 0.0))
-
-
-def _scaled_start(facts: Facts, loss: F64, norm: F64, steps: float) -> list[Cause]:
-    """No change inside the run: the first loss itself is about ln(vocabulary) times the accumulation steps."""
-    first = _known(loss)[1][:3]
-    del norm
-    if steps < 4 or not len(first) or not 9.0 < float(np.median(first)) / steps < 13.0:
-        return []
-    ratio = float(np.median(first))
-    return [
-        cause(
-            C.ACCUMULATION_ERROR,
-            0.75,
-            [
-                evidence(
-                    f"the first loss is {ratio:.1f}: {steps:g} times the {ratio / steps:.1f} of an untrained model (the log of its vocabulary), and there are {steps:g} accumulation steps",
-                    value=ratio,
-                    unit="1",
-                    baseline=ratio / steps,
-                )
-            ],
-            step=int(facts.steps[0]),
-            needs=("one run with a single accumulation step",),
-        )
-    ]
-
-
-def _level_shifts(loss: F64) -> list[int]:
-    at, x = _known(loss)
-    return [
-        int(at[i])
-        for i in range(5, len(x) - 5)
-        if np.median(x[i : i + 5]) > 1.8 * np.median(x[i - 5 : i]) > 0 and x[i] > 1.6 * x[i - 1]
-    ][:3]
-
-
 def _replicas(facts: Facts, words: Words) -> list[Cause]:
     """Checksums or norms of replicated parameters that differ between ranks."""
     said: dict[int, dict[int, str]] = {}
@@ -430,7 +224,8 @@ def _replicas(facts: Facts, words: Words) -> list[Cause]:
             odd = sorted(r for r, v in values.items() if v != usual)
             tie = texts.count(usual) * 2 <= len(texts)
             says = evidence(
-                f"rank {','.join(map(str, odd[:8]))} has another checksum of the replicated parameters at step {step} than the other {len(values) - len(odd)}",
+                f"rank {','.join(map(str, odd[:8]))} has another checksum of the replicated parameters at step "
+                f"{step} than the other {len(values) - len(odd)}",
                 value=float(len(odd)),
                 unit="ranks",
                 baseline=0.0,
@@ -442,7 +237,8 @@ def _replicas(facts: Facts, words: Words) -> list[Cause]:
                     [says],
                     rank=None if tie else odd[0],
                     step=step,
-                    do="restore from a checkpoint before that step; see which group does not reduce or clip these parameters",
+                    do="restore from a checkpoint before that step; see which group does not reduce or clip these "
+                    "parameters",
                 )
             ]
     rows = words.said("replica_mismatch")
@@ -503,7 +299,8 @@ def _same_batch(facts: Facts, words: Words) -> list[Cause]:
                         [says],
                         do="fingerprint the batch per rank: rank detection or the sampler is wrong",
                         needs=(
-                            "batch fingerprints per rank: equal losses may also be a loss that was reduced before it was logged",
+                            "batch fingerprints per rank: equal losses may also be a loss that was reduced before "
+                            "it was logged",
                         ),
                     )
                 ]
@@ -579,7 +376,7 @@ def _overflow(words: Words) -> list[Cause]:
 def _spike(facts: Facts) -> list[Cause]:
     """A loss spike without a cause in sight: reported, and abstained from."""
     loss, norm = row_values(facts, "loss"), row_values(facts, "grad_norm")
-    at, x = _known(loss)
+    at, x = known_values(loss)
     if len(x) < 20:
         return []
     base = np.array([np.median(x[max(0, i - 25) : i]) if i >= 5 else np.nan for i in range(len(x))])
@@ -615,6 +412,6 @@ def _spike(facts: Facts) -> list[Cause]:
 
 
 def _leads(norm: F64, row: int) -> float | None:
-    near = _known(norm[max(0, row - 8) : row + 1])[1]
-    far = _known(norm[max(0, row - 60) : max(0, row - 8)])[1]
+    near = known_values(norm[max(0, row - 8) : row + 1])[1]
+    far = known_values(norm[max(0, row - 60) : max(0, row - 8)])[1]
     return float(near.max()) if len(near) and len(far) > 3 and near.max() > 5 * np.median(far) else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from lanterne.causal.facts import Facts
 from lanterne.causal.words import Words, cause, evidence
@@ -45,7 +48,7 @@ def _pauses(facts: Facts) -> list[Cause]:
     step = facts.get("step_ms")
     if len(facts.ranks) < 2 or len(step) < 60:
         return []
-    wandering: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
+    wandering: dict[int, NDArray[Any]] = {}
     sizes: list[float] = []
     for column, rank in enumerate(facts.ranks):
         x = step[:, column]
@@ -63,7 +66,8 @@ def _pauses(facts: Facts) -> list[Cause]:
     if shared > 0.3 * len(everyone) or not steady or np.ptp(sizes) > 1.5 * float(np.median(sizes)):
         return []
     says = evidence(
-        f"{len(wandering)} ranks pause {np.median(sizes) / 1000:.2f} s every {np.median(gaps):.0f} steps, each at its own steps; the rest waits",
+        f"{len(wandering)} ranks pause {np.median(sizes) / 1000:.2f} s every {np.median(gaps):.0f} steps, each at "
+        f"its own steps; the rest waits",
         value=float(np.median(sizes)),
         unit="ms",
     )
@@ -100,13 +104,15 @@ def _equal(facts: Facts) -> list[Cause]:
         if after > 1.2 * before and spread < EQUAL_SHARE * after:
             values = "/".join(f"{v:.1f}" for v in np.median(rows[-third:], axis=0)[:8])
             says = evidence(
-                f"{name.removesuffix('_ms')} takes {values} ms on all ranks alike, {before:.1f} ms before: slow, rank not identifiable (cannot localise)",
+                f"{name.removesuffix('_ms')} takes {values} ms on all ranks alike, {before:.1f} ms before: slow, "
+                f"rank not identifiable (cannot localise)",
                 value=after,
                 unit="ms",
                 baseline=before,
             )
             needs = (
-                "the time from launch to collective entry per rank: blocking collectives spread one rank's delay over all",
+                "the time from launch to collective entry per rank: blocking collectives spread one rank's delay "
+                "over all",
             )
             return [
                 cause(
@@ -121,7 +127,7 @@ def _equal(facts: Facts) -> list[Cause]:
     return []
 
 
-def _one_above(x: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _one_above(x: NDArray[Any]) -> bool:
     known = x[np.isfinite(x)]
     if len(known) < 2:
         return False
@@ -129,7 +135,7 @@ def _one_above(x: np.ndarray) -> bool:  # type: ignore[type-arg]
     return top > 3 * rest and top - rest > 20
 
 
-def _loader(facts: Facts, data: np.ndarray) -> list[Cause]:  # type: ignore[type-arg]
+def _loader(facts: Facts, data: NDArray[Any]) -> list[Cause]:
     tail = np.nanmedian(data[-max(1, len(data) // 2) :], axis=0)
     column = int(np.nanargmax(tail))
     others = float(np.median(np.delete(tail, column)))

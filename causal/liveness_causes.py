@@ -53,7 +53,8 @@ def _dead(facts: Facts, seen: Stall) -> list[Cause]:
         waits = [x for x in seen.waits if rank in x.absent]
         proof = [
             evidence(
-                f"rank {rank} shows {lag} calls of group {group.split('#')[0]} from sequence {sequence} as not completed,"
+                f"rank {rank} shows {lag} calls of group {group.split('#')[0]} from sequence {sequence} as not "
+                f"completed,"
                 f" all of which its peers have completed: its device stream is dead",
                 value=float(lag),
                 unit="calls",
@@ -120,7 +121,7 @@ def _diverged(d: Divergence, words: Words) -> Cause | None:
             rank=None,
             do="pad to equal sizes or use the variable-size form of the call",
         )
-    rank = None if d.tie else d.ranks[0]
+    odd = None if d.tie else d.ranks[0]
     needs = ("half of the members disagree with the other half: which half is wrong cannot be told",) if d.tie else ()
     if d.one_element and d.what != "dtype":
         proof.append(
@@ -129,7 +130,7 @@ def _diverged(d: Divergence, words: Words) -> Cause | None:
                 ref="flight_recorder",
             )
         )
-        return cause(C.UNEVEN_INPUTS, 0.8, proof, rank=rank, group=group, needs=(*needs, "batches consumed per rank"))
+        return cause(C.UNEVEN_INPUTS, 0.8, proof, rank=odd, group=group, needs=(*needs, "batches consumed per rank"))
     if d.shift:
         proof.append(
             evidence(
@@ -138,10 +139,10 @@ def _diverged(d: Divergence, words: Words) -> Cause | None:
                 unit="calls",
             )
         )
-        return cause(C.COLLECTIVE_DIVERGENCE, 0.88, proof, rank=rank, group=group, needs=needs)
+        return cause(C.COLLECTIVE_DIVERGENCE, 0.88, proof, rank=odd, group=group, needs=needs)
     if any(words.of(r, "oom_caught", "batch_skipped", "early_return") for r in d.ranks):
-        return cause(C.COLLECTIVE_DIVERGENCE, 0.9, proof, rank=rank, group=group, needs=needs)
-    return cause(C.COLLECTIVE_MISMATCH, 0.9, proof, rank=rank, group=group, needs=needs)
+        return cause(C.COLLECTIVE_DIVERGENCE, 0.9, proof, rank=odd, group=group, needs=needs)
+    return cause(C.COLLECTIVE_MISMATCH, 0.9, proof, rank=odd, group=group, needs=needs)
 
 
 def _roots(facts: Facts, seen: Stall, words: Words) -> list[Cause]:
@@ -184,7 +185,8 @@ def explain_root(
     dump = [e for e in words.fact("flight_recorder_dump") if e.rank == rank and e.attributes.get("entries") == 0]
     extra += [
         evidence(
-            f"the dump of rank {rank} has zero entries: its host side stopped; by the dump alone a held GIL looks like a rank that never started",
+            f"the dump of rank {rank} has zero entries: its host side stopped; by the dump alone a held GIL looks "
+            f"like a rank that never started",
             value=0.0,
             unit="entries",
             ref=e.ref,
@@ -360,7 +362,8 @@ def _all_present(wait: Wait, words: Words) -> list[Cause]:
     if found is not None:
         return [found]
     says = evidence(
-        f"all {len(wait.waiters)} members entered {wait.op} number {wait.sequence} of group {wait.group.split('#')[0]} and none completed it",
+        f"all {len(wait.waiters)} members entered {wait.op} number {wait.sequence} of group "
+        f"{wait.group.split('#')[0]} and none completed it",
         value=float(len(wait.waiters)),
         unit="ranks",
         ref=wait.source,

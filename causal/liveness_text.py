@@ -120,7 +120,8 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
                 C.UNKNOWN,
                 0.6,
                 [says, *proof],
-                do="the results are safe; the exit path hangs in a barrier-like call: destroy the process group before leaving",
+                do="the results are safe; the exit path hangs in a barrier-like call: destroy the process group "
+                "before leaving",
                 needs=("stacks of all ranks at exit: which rank does not reach the last barrier",),
             )
         ]
@@ -165,8 +166,10 @@ def _suspects(facts: Facts, words: Words, t: Told, proof: list[Evidence], explai
         lead = out[0]
         return [
             cause(
-                C.UNEVEN_INPUTS, 0.5, [*proof, evidence("a one-element reduction is a boundary; a rank that ran out of data leaves it so")],
-                rank=lead.subject.rank, needs=("batches consumed per rank", "which boundary: end of epoch, save or end of job"),
+                C.UNEVEN_INPUTS, 0.5, [*proof, evidence("a one-element reduction is a boundary; a rank that ran "
+                                                        "out of data leaves it so")],
+                rank=lead.subject.rank, needs=("batches consumed per rank", "which boundary: end of epoch, save "
+                                                                            "or end of job"),
             ),
             *out,
         ]  # fmt: skip
@@ -221,7 +224,8 @@ def _everybody(words: Words, t: Told, proof: list[Evidence]) -> list[Cause]:
         return []
     return [
         cause(
-            C.UNKNOWN, 0.5, [*proof, evidence("every rank entered the call: no rank is missing, the transport is in question")],
+            C.UNKNOWN, 0.5, [*proof, evidence("every rank entered the call: no rank is missing, the transport is "
+                                              "in question")],
             needs=("Flight Recorder dumps of all ranks", "NCCL_DEBUG=INFO logs", "kernel logs of the hosts"),
         )
     ]  # fmt: skip

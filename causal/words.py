@@ -10,12 +10,36 @@ from lanterne.causal.remedies import remedy_for
 from lanterne.nouns import NO_RANK, Cause, CauseCategory, Evidence, Remedy, Subject
 
 VICTIM = (
-    "watchdog caught", "timed out", "timeout", "time out", "connection closed by peer", "connection reset", "broken pipe",
-    "connection refused", "remote process exited", "communicator was aborted", "socket closed", "heartbeat monitor",
-    "unhandled system error", "ncclremoteerror", "ncclsystemerror", "childfailederror", "process group watchdog",
-    "signal: 15", "sigterm", "store->get", "socket timeout", "recvvalue failed", "distbackenderror", "diststoreerror",
-    "work_wait", "peer", "rendezvousclosed", "failed to recv", "keyboardinterrupt",
-)  # fmt: skip
+    "watchdog caught",
+    "timed out",
+    "timeout",
+    "time out",
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+    "communicator was aborted",
+    "socket closed",
+    "heartbeat monitor",
+    "unhandled system error",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "childfailederror",
+    "process group watchdog",
+    "signal: 15",
+    "sigterm",
+    "store->get",
+    "socket timeout",
+    "recvvalue failed",
+    "distbackenderror",
+    "diststoreerror",
+    "work_wait",
+    "peer",
+    "rendezvousclosed",
+    "failed to recv",
+    "keyboardinterrupt",
+)
 """Texts of a rank that speaks of others: it is a victim, whatever its exit code."""
 
 
@@ -111,13 +135,21 @@ def cause(
 ) -> Cause:
     """A cause with its remedy; ``do`` replaces the category's standard sentence."""
     subject = Subject(
-        rank=None if rank is None or rank < 0 else rank, host=host or None, device=device or None,
-        group=None if group is None else group.split("#")[0], parameter=parameter,
-    )  # fmt: skip
+        rank=None if rank is None or rank < 0 else rank,
+        host=host or None,
+        device=device or None,
+        group=None if group is None else group.split("#")[0],
+        parameter=parameter,
+    )
     remedy = remedy_for(category, subject)
     if do:
         remedy = Remedy(action=remedy.action, says=do, parameters=remedy.parameters)
     return Cause(
-        category=category, subject=subject, since_step=step if step is not None and step >= 0 else None,
-        confidence=confidence, evidence=tuple(proof)[:8], remedy=remedy, needs=tuple(needs),
-    )  # fmt: skip
+        category=category,
+        subject=subject,
+        since_step=step if step is not None and step >= 0 else None,
+        confidence=confidence,
+        evidence=tuple(proof)[:8],
+        remedy=remedy,
+        needs=tuple(needs),
+    )

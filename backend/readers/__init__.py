@@ -119,7 +119,9 @@ def _checkpoints(files: Sequence[Path], gather: Gather) -> set[Path]:
         gather.used += 1
         gather.sources.add("checkpoint")
         for problem in checkpoints.verify(top):
-            gather.event("checkpoint_problem", ref=problem.path, kind=problem.kind, path=problem.path, body=problem.says)
+            gather.event(
+                "checkpoint_problem", ref=problem.path, kind=problem.kind, path=problem.path, body=problem.says
+            )
     return pieces
 
 
@@ -129,7 +131,9 @@ def _joined(live: Facts | None, gather: Gather) -> Facts:
     if live is None:
         return facts
     notes = (*live.quality.notes, *facts.quality.notes)
-    quality = replace(live.quality, notes=notes, dropped_events=live.quality.dropped_events + facts.quality.dropped_events)
+    quality = replace(
+        live.quality, notes=notes, dropped_events=live.quality.dropped_events + facts.quality.dropped_events
+    )
     return replace(
         live,
         events=(*live.events, *facts.events),

@@ -34,13 +34,18 @@ class Problem:
 
 def is_piece(path: Path) -> bool:
     """Does the name look like a part of a checkpoint?"""
-    return path.suffix in TORCH or path.suffix in {".safetensors", ".distcp"} or path.name == ".metadata" or path.name.endswith(".index.json")
+    return (
+        path.suffix in TORCH
+        or path.suffix in {".safetensors", ".distcp"}
+        or path.name == ".metadata"
+        or path.name.endswith(".index.json")
+    )
 
 
 def verify(folder: Path, *, deep: bool = True) -> list[Problem]:
     """Check one checkpoint folder and the folders in it; empty = complete and whole as far as can be told.
 
-    ``deep`` also reads archives through to check their checksums. Raises FileNotFoundError when there is no such folder.
+    ``deep`` also reads archives through to check their checksums. Raises FileNotFoundError where there is none.
     """
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such checkpoint folder")
@@ -125,7 +130,11 @@ def _indexes(place: Path, names: Iterable[str]) -> list[Problem]:
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
             out.append(Problem("corrupt", str(place / name), f"{name} is not a readable index"))
             continue
-        out += [Problem("incomplete", str(place / w), f"{w} is in {name} and not in the folder") for w in wanted if w not in have]
+        out += [
+            Problem("incomplete", str(place / w), f"{w} is in {name} and not in the folder")
+            for w in wanted
+            if w not in have
+        ]
     return out
 
 
@@ -151,9 +160,18 @@ def _pieces(place: Path, names: Iterable[str]) -> list[Problem]:
     if not pieces and ".metadata" not in have:
         return []
     if ".metadata" not in have:
-        return [Problem("incomplete", str(place / ".metadata"), f"{len(pieces)} pieces and no .metadata: the save did not finish")]
+        return [
+            Problem(
+                "incomplete",
+                str(place / ".metadata"),
+                f"{len(pieces)} pieces and no .metadata: the save did not finish",
+            )
+        ]
     wanted = {m.decode() for m in _PIECE.findall((place / ".metadata").read_bytes()[: 256 << 20])}
-    return [Problem("incomplete", str(place / w), f"{w} is named in .metadata and not in the folder") for w in sorted(wanted - pieces)]
+    return [
+        Problem("incomplete", str(place / w), f"{w} is named in .metadata and not in the folder")
+        for w in sorted(wanted - pieces)
+    ]
 
 
 def _zero(place: Path, names: Iterable[str]) -> list[Problem]:
@@ -207,6 +225,11 @@ def _siblings(folder: Path) -> list[Problem]:
             continue
         newest = members[-1][1]
         older = [{f.relative_to(p).as_posix() for f in p.rglob("*") if f.is_file()} for _, p in members[:-1]]
-        lacking = set.intersection(*older) - {f.relative_to(newest).as_posix() for f in newest.rglob("*") if f.is_file()}
-        out += [Problem("incomplete", str(newest / name), f"{newest.name} lacks {name}, which all older ones have") for name in sorted(lacking)[:50]]
+        lacking = set.intersection(*older) - {
+            f.relative_to(newest).as_posix() for f in newest.rglob("*") if f.is_file()
+        }
+        out += [
+            Problem("incomplete", str(newest / name), f"{newest.name} lacks {name}, which all older ones have")
+            for name in sorted(lacking)[:50]
+        ]
     return out

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lanterne.backend.readers import metrics, otlp
+from lanterne.backend.readers import metric_names, metrics, otlp
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, lines, read_all
 from lanterne.errors import UnreadableInput
@@ -60,7 +60,7 @@ def is_csv(source: Source) -> bool:
 
 def _known(name: str) -> bool:
     key = re.sub(r"[^a-z0-9]", "", re.sub(r"[/_. -]?rank[_ -]?\d+$", "", name.lower()))
-    return key in metrics.ALIASES or key in metrics._STEP_KEYS
+    return key in metric_names.ALIASES or key in metric_names.STEP_KEY_SET
 
 
 def is_prometheus(source: Source) -> bool:
@@ -114,9 +114,12 @@ def read_json_lines(source: Source, gather: Gather) -> int:
 
 def _superbench(row: Mapping[str, Any], gather: Gather, where: str) -> int:
     gather.event(
-        "node_defect", host=str(row.get("index", "")), ref=where, category=str(row["Category"]),
+        "node_defect",
+        host=str(row.get("index", "")),
+        ref=where,
+        category=str(row["Category"]),
         details=str(row["Defective Details"])[:1000],
-    )  # fmt: skip
+    )
     gather.sources.add("node_health")
     return 1
 
@@ -143,9 +146,11 @@ def read_json(source: Source, gather: Gather) -> int:
         return nccl.add_ras(value, gather, source.name)
     history = value.get("log_history")
     if isinstance(history, list):  # Hugging Face trainer_state.json
-        settings = {k: v for k, v in value.items() if not isinstance(v, (list, dict)) and k not in metrics.STEP_KEYS}
-        metrics.RowMetrics(gather, source.rank, source.name)._settings(
-            {metrics._key(k): v for k, v in settings.items()}
+        settings = {
+            k: v for k, v in value.items() if not isinstance(v, (list, dict)) and k not in metric_names.STEP_KEYS
+        }
+        metrics.RowMetrics(gather, source.rank, source.name).settings(
+            {metric_names.key_of(k): v for k, v in settings.items()}
         )
         return _rows(source, gather, [r for r in history if isinstance(r, dict)])
     if _is_golden(value):
@@ -156,7 +161,7 @@ def read_json(source: Source, gather: Gather) -> int:
             return _rows(source, gather, [r for r in inner if isinstance(r, dict)])
     table = metrics.RowMetrics(gather, source.rank, source.name)
     table.row(value)
-    return table.found + sum(1 for k in value if metrics._key(str(k)) in metrics.SETTING_KEYS)
+    return table.found + sum(1 for k in value if metric_names.key_of(str(k)) in metric_names.SETTING_KEYS)
 
 
 def _rows(source: Source, gather: Gather, items: list[dict[str, Any]]) -> int:
@@ -177,7 +182,7 @@ def _golden(source: Source, gather: Gather, value: Mapping[str, Any]) -> int:
         for step, item in series["values"].items():
             known = metrics.number(item)
             if str(step).isdigit() and known is not None and known == known:
-                table._value(str(name), known, int(step), NO_RANK)
+                table.value(str(name), known, int(step), NO_RANK)
     if table.found:
         gather.sources.add("metrics")
     return table.found
@@ -200,7 +205,7 @@ def read_prometheus(source: Source, gather: Gather) -> int:
             continue
         found += 1
         if rank >= 0:
-            host = labels.get("host", labels.get("pod_name", labels.get("ip", "")))
+            host = str(labels.get("host") or labels.get("pod_name") or labels.get("ip") or "")
             gather.ranks.add(rank)
             gather.place(rank, host=host)
         if _HANG_GAUGE.search(sample["name"]):

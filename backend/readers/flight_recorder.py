@@ -210,9 +210,12 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
         gather.ranks.add(dump.rank)
         names = _group_names(dump, gather)
         gather.event(
-            "flight_recorder_dump", rank=dump.rank, ref=dump.source.name, entries=len(dump.entries),
+            "flight_recorder_dump",
+            rank=dump.rank,
+            ref=dump.source.name,
+            entries=len(dump.entries),
             version=dump.version,
-        )  # fmt: skip
+        )
         mixed: set[str] = set()
         for number, entry in enumerate(dump.entries):
             local = _group_of(entry)
@@ -220,12 +223,13 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
                 names[local] = gather.group(tuple(seen))
                 gather.gap(f"{dump.source.name}: group {local} has no rank list; taken as all dumped ranks")
             _entry(entry, dump, names[local], number, mixed, gather)
+        status = {str(k): v for k, v in dump.status.items()}
         for key, local in _status_names(dump).items():
-            row = dump.status.get(key, dump.status.get(int(key) if key.isdigit() else key))
+            row = status.get(key)
             group = names.get(local)
             if isinstance(row, dict) and group and group not in mixed:
                 counts = {k: v for k, v in row.items() if isinstance(v, int) and isinstance(k, str)}
-                gather.event("group_status", rank=dump.rank, ref=dump.source.name, **{**counts, "group": group})
+                gather.event("group_status", rank=dump.rank, ref=dump.source.name, extra={**counts, "group": group})
         gather.used += 1
 
 
@@ -242,7 +246,12 @@ def _entry(entry: Mapping[str, Any], dump: Dump, group: str, number: int, mixed:
     ranks = gather.groups.get(group, ())
     peer = int(p2p.group(3))
     gather.event(
-        "p2p_pending", rank=dump.rank, at_ns=call.entered_ns, ref=f"{dump.source.name}#entry{number}", group=group,
-        op=p2p.group(1), peer=ranks[peer] if peer < len(ranks) else peer,
+        "p2p_pending",
+        rank=dump.rank,
+        at_ns=call.entered_ns,
+        ref=f"{dump.source.name}#entry{number}",
+        group=group,
+        op=p2p.group(1),
+        peer=ranks[peer] if peer < len(ranks) else peer,
         sequence=entry.get("p2p_seq_id", 0) if isinstance(entry.get("p2p_seq_id", 0), int) else 0,
-    )  # fmt: skip
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lanterne.causal.facts import FactEvent, Facts, Place
+from lanterne.causal.facts import FactEvent, Facts, FloatArray, IntArray, Place
 from lanterne.nouns import NO_RANK, NO_STEP, AttributeValue, Collective, Quality, group_name
 
 CELLS_MAX = 8_000_000
@@ -45,9 +45,10 @@ class Gather:
         host: str = "",
         body: str = "",
         ref: str = "",
+        extra: Mapping[str, AttributeValue] | None = None,
         **attributes: AttributeValue,
     ) -> None:
-        """Add one fact; a rank named here counts as seen."""
+        """Add one fact; a rank named here counts as seen. ``extra``: attributes whose names are not known here."""
         if len(self.events) >= EVENTS_MAX:
             self.dropped += 1
             return
@@ -55,7 +56,14 @@ class Gather:
             self.ranks.add(rank)
         self.events.append(
             FactEvent(
-                name=name, rank=rank, step=step, job_ns=at_ns, host=host, attributes=attributes, body=body, ref=ref
+                name=name,
+                rank=rank,
+                step=step,
+                job_ns=at_ns,
+                host=host,
+                attributes={**(extra or {}), **attributes},
+                body=body,
+                ref=ref,
             )
         )
 
@@ -87,7 +95,7 @@ class Gather:
         """A file or a part of one that could not be used: shown under the verdict."""
         self.notes.append(note)
 
-    def _series(self, ranks: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # type: ignore[type-arg]
+    def _series(self, ranks: tuple[int, ...]) -> tuple[IntArray, dict[str, FloatArray]]:
         steps = sorted({step for points in self.samples.values() for step, _ in points})
         if steps and len(steps) * len(ranks) > CELLS_MAX:
             keep = -(-len(steps) * len(ranks) // CELLS_MAX)

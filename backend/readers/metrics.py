@@ -13,113 +13,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lanterne.backend.readers.gather import Gather
+from lanterne.backend.readers.metric_names import (
+    ALIASES,
+    HOST_KEYS,
+    RANK_KEYS,
+    SETTING_KEYS,
+    STEP_KEY_SET,
+    STEP_KEYS,
+    key_of,
+)
 from lanterne.backend.readers.source import Source
 from lanterne.nouns import NO_RANK
-
-ALIASES: dict[str, tuple[str, float]] = {}
-"""Canonical spelling (lower case, letters and digits only) -> (series, factor)."""
-
-
-def _alias(series: str, factor: float, *names: str) -> None:
-    for name in names:
-        ALIASES[_key(name)] = (series, factor)
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-_alias("loss", 1.0, "loss", "train_loss", "train/loss", "training_loss", "lm loss", "lm_loss", "lm-loss-training/lm_loss",
-       "loss/train", "trl", "global_avg_loss", "loss_metrics/global_avg_loss", "training.loss", "ce_loss", "nll_loss", "ppl_loss",
-       "reduced_train_loss", "batch_loss", "step_loss", "avg_loss", "mean_loss", "total_loss", "train.loss", "train_loss_step",
-       "local_loss", "rank_loss", "loss_local")  # fmt: skip
-_alias("grad_norm", 1.0, "grad_norm", "grad norm", "gnorm", "train/grad_norm", "norm", "gradient_norm", "total_norm",
-       "global_grad_norm", "training.grad_norm", "grad_norm_total", "grads_norm", "train/gnorm", "optim/grad_norm")  # fmt: skip
-_alias("grad_norm_local", 1.0, "grad_norm_local", "local_grad_norm", "training.grad_norm_local", "pre_reduce_grad_norm",
-       "grad_norm_before_reduce", "rank_grad_norm")  # fmt: skip
-_alias(
-    "grad_nonfinite", 1.0, "grad_nonfinite", "nonfinite_grads", "nan_count", "num_nonfinite", "number of nan iterations"
-)
-_alias("lr", 1.0, "lr", "learning_rate", "learning rate", "train/learning_rate", "train/lr", "training.lr", "lr-adamw", "lr_0",
-       "optim/learning_rate", "lr/group_0")  # fmt: skip
-_alias("lr_planned", 1.0, "lr_planned", "planned_lr", "training.lr_planned", "scheduler_lr")
-_alias(
-    "loss_scale", 1.0, "loss_scale", "loss scale", "scale", "grad_scale", "amp_scale", "training.loss_scale", "scaler"
-)
-_alias("update_ratio", 1.0, "update_ratio", "update_norm_ratio", "param_update_ratio", "update_to_weight", "training.update_ratio",
-       "update_norm", "effective_lr", "update_rms")  # fmt: skip
-_alias("step_ms", 1.0, "step_ms", "step_time_ms", "iter_ms", "iter_time_ms", "elapsed time per iteration (ms)", "iteration_time_ms",
-       "step_duration_ms", "elapsed_ms")  # fmt: skip
-_alias("step_ms", 1000.0, "step_time", "iter_time", "iteration-time", "iteration_time", "time_per_step", "sec_per_step", "step_time_s",
-       "batch_time", "seconds_per_step", "iteration_seconds", "s/step", "step_seconds", "train_step_timing in s",
-       "time_metrics/end_to_end(s)")  # fmt: skip
-for _phase in ("data_wait", "h2d", "forward", "backward", "optimizer", "checkpoint", "eval", "compile", "other", "busy", "lateness",
-               "wait", "transfer", "gc", "loader"):  # fmt: skip
-    _alias(f"{_phase}_ms", 1.0, f"{_phase}_ms", f"{_phase}_time_ms")
-    _alias(f"{_phase}_ms", 1000.0, f"{_phase}_s", f"{_phase}_time", f"{_phase}_time_s", f"{_phase}_seconds")
-_alias(
-    "data_wait_ms",
-    1000.0,
-    "data_time",
-    "dataloader_time",
-    "data_loading_time",
-    "time_metrics/data_loading(s)",
-    "batch_load_time",
-)
-_alias("data_wait_ms", 1.0, "data_ms", "dataloader_ms", "data_loading_ms", "loader_wait_ms", "dataload_ms")
-_alias("forward_ms", 1.0, "fwd_ms")
-_alias("backward_ms", 1.0, "bwd_ms", "backward_wall_ms")
-_alias("tokens", 1.0, "tokens", "num_tokens", "n_tokens", "ntokens", "local_tokens")
-_alias("samples", 1.0, "samples", "num_samples", "batch_size")
-_alias("valid_labels", 1.0, "valid_labels", "valid_label_count", "num_valid_labels", "n_valid", "label_count", "num_label_tokens",
-       "valid_tokens", "loss_tokens", "num_loss_tokens", "nonpad_tokens", "denominator")  # fmt: skip
-_alias("rss_bytes", 1.0, "rss_bytes", "rss", "process.memory.usage", "host_rss_bytes")
-_alias("rss_bytes", float(1 << 20), "rss_mb", "rss_mib", "host_mem_mb")
-_alias("rss_bytes", float(1 << 30), "rss_gb", "rss_gib", "host_mem_gb")
-_alias("shm_bytes", 1.0, "shm_bytes")
-_alias(
-    "gpu_allocated_bytes", 1.0, "gpu_allocated_bytes", "mem-allocated-bytes", "memory_allocated", "hw.gpu.memory.usage"
-)
-_alias(
-    "gpu_allocated_bytes",
-    float(1 << 30),
-    "memory_allocated_gb",
-    "gpu_mem_gb",
-    "memory/max_active(gib)",
-    "allocated_gib",
-)
-_alias("gpu_allocated_bytes", float(1 << 20), "memory_allocated_mb", "gpu_mem_mb", "allocated_mib")
-_alias("gpu_reserved_bytes", 1.0, "gpu_reserved_bytes", "memory_reserved")
-_alias("gpu_reserved_bytes", float(1 << 30), "memory_reserved_gb", "memory/max_reserved(gib)", "reserved_gib")
-_alias("gpu_clock_mhz", 1.0, "gpu_clock_mhz", "sm_clock_mhz", "sm_clock", "hw.gpu.clock")
-_alias("gpu_temperature_c", 1.0, "gpu_temperature_c", "gpu_temp", "temperature_c", "hw.temperature", "gpu_temp_c")
-_alias("gpu_throttle", 1.0, "gpu_throttle", "throttle_reasons", "hw.gpu.throttle")
-_alias("gpu_utilization", 1.0, "gpu_utilization", "gpu_util", "gpu_util_percent", "hw.gpu.utilization")
-_alias("host_cpu_percent", 1.0, "host_cpu_percent", "cpu_percent", "cpu_util", "system.cpu.utilization")
-_alias("host_runqueue", 1.0, "host_runqueue", "run_queue", "runnable", "procs_running", "load1", "system.cpu.runqueue")
-_alias("parameter_checksum", 1.0, "parameter_checksum", "param_checksum", "checksum", "weight_checksum", "param_norm",
-       "training.parameter_checksum", "norm_weight_checksum", "replica_checksum")  # fmt: skip
-_alias("accumulation", 1.0, "gradient_accumulation_steps", "accumulation_steps", "grad_accum", "grad_acc_steps", "accumulate",
-       "grad_accum_steps", "accumulation", "num_microbatches")  # fmt: skip
-_alias("time_s", 1.0, "time_s", "timestamp", "wall_time", "_timestamp", "ts", "unix_time", "walltime")
-
-STEP_KEYS = ("step", "global_step", "iteration", "iter", "_step", "train/global_step", "trainer/global_step", "global_steps",
-             "steps", "num_updates", "it", "s", "training_step", "optimizer_step")  # fmt: skip
-_STEP_KEYS = frozenset(_key(k) for k in STEP_KEYS)
-_RANK_KEYS = frozenset(
-    _key(k) for k in ("rank", "global_rank", "process_index", "RANK", "node_rank_global", "proc", "dp_rank")
-)
-_HOST_KEYS = frozenset(_key(k) for k in ("host", "hostname", "node"))
-SETTING_KEYS = {
-    _key("max_grad_norm"): "clip", _key("clip_grad"): "clip", _key("gradient_clip_val"): "clip", _key("grad_clip"): "clip",
-    _key("gradient_clipping"): "clip", _key("clip_grad_norm"): "clip", _key("clip_norm"): "clip", _key("clip"): "clip",
-    _key("clip_value"): "clip",
-    _key("fp16"): "fp16", _key("precision"): "precision", _key("dtype"): "precision", _key("mixed_precision"): "precision",
-    _key("gradient_accumulation_steps"): "accumulation", _key("world_size"): "world_size",
-    _key("overlap_param_gather"): "overlap_param_gather", _key("fp8"): "fp8", _key("fp8_recipe"): "fp8_recipe",
-    _key("n_shards"): "shards", _key("num_shards"): "shards", _key("seed"): "seed",
-    _key("warmup_steps"): "warmup_steps",
-}  # fmt: skip
 
 _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|NaN|NAN|inf|Inf|INF|Infinity)\b"
 _PAIR = re.compile(rf"(?P<key>[A-Za-z_][\w /.()-]{{0,60}}?)['\"]?\s*[=:]\s*['\"]?(?P<value>{_NUMBER})(?P<unit>ms|s|%)?")
@@ -183,41 +87,42 @@ class RowMetrics:
     def row(self, row: Mapping[str, Any], step: int | None = None, rank: int | None = None) -> int | None:
         """Add one row; the answer is its step."""
         flat = flatten(row)
-        by_key = {_key(k): v for k, v in flat.items()}
+        by_key = {key_of(k): v for k, v in flat.items()}
         if step is None:
             step = next(
                 (
                     int(v)
                     for k in STEP_KEYS
-                    if (v := number(by_key.get(_key(k)))) is not None and math.isfinite(v) and v >= 0
+                    if (v := number(by_key.get(key_of(k)))) is not None and math.isfinite(v) and v >= 0
                 ),
                 None,
             )
-        own = next((number(by_key[k]) for k in _RANK_KEYS if k in by_key), None)
+        own = next((number(by_key[k]) for k in RANK_KEYS if k in by_key), None)
         who = (
             int(own)
             if own is not None and math.isfinite(own) and 0 <= own < 131_072
             else (self.rank if rank is None else rank)
         )
-        host = next((str(by_key[k]) for k in _HOST_KEYS if k in by_key), "")
+        host = next((str(by_key[k]) for k in HOST_KEYS if k in by_key), "")
         if host and who >= 0:
             self.gather.place(who, host=host)
-        self._settings(by_key)
-        names = [k for k in flat if _key(k) in ALIASES or self.per_rank_columns.match(k)]
+        self.settings(by_key)
+        names = [k for k in flat if key_of(k) in ALIASES or self.per_rank_columns.match(k)]
         if step is None:
             step = self.count if names else None
         self.count += bool(names)
         for name in names:
-            self._value(name, flat[name], step or 0, who)
+            self.value(name, flat[name], step or 0, who)
         self._note_keys(flat, who)
         self._words(by_key, step, who)
         return step
 
-    def _value(self, name: str, raw: Any, step: int, rank: int) -> None:
+    def value(self, name: str, raw: Any, step: int, rank: int) -> None:
+        """Add one metric; a list is one value a rank; NaN and inf also leave a fact."""
         column = self.per_rank_columns.match(name)
-        if column and _key(column["name"]) in ALIASES:
+        if column and key_of(column["name"]) in ALIASES:
             name, rank = column["name"], int(column["rank"])
-        alias = ALIASES.get(_key(name))
+        alias = ALIASES.get(key_of(name))
         if alias is None or step >= 1 << 53:
             return
         values = raw if isinstance(raw, list) else [raw]
@@ -232,7 +137,8 @@ class RowMetrics:
                     alias[0], step, i if isinstance(raw, list) and len(values) > 1 else rank, value * alias[1]
                 )
 
-    def _settings(self, by_key: Mapping[str, Any]) -> None:
+    def settings(self, by_key: Mapping[str, Any]) -> None:
+        """Note configuration values, once each."""
         for key, name in SETTING_KEYS.items():
             value = by_key.get(key)
             if isinstance(value, (str, int, float, bool)) and f"setting:{name}={value}" not in self.gather.notes_seen:
@@ -262,7 +168,7 @@ class RowMetrics:
                         step=-1 if step is None else step,
                         body=text[:1000],
                         ref=self.where,
-                        **plain,
+                        extra=plain,
                     )
                 if re.search(r"resum|restor|load.*checkpoint", text, re.IGNORECASE):
                     self.gather.event(
@@ -309,7 +215,7 @@ class LineMetrics:
                 return self.rows.row(row, rank=rank)
         pairs = {m["key"].strip(): _with_unit(m) for m in _PAIR.finditer(text[:4_000])}
         pairs = {_last_words(k): v for k, v in pairs.items()}
-        if not any(_key(k) in ALIASES for k in pairs):
+        if not any(key_of(k) in ALIASES for k in pairs):
             return None
         step = _STEP_WORD.search(text[:4_000])
         return self.rows.row(pairs, step=int(step.group(1)) if step else (int(short[1]) if short else None), rank=rank)
@@ -324,7 +230,7 @@ def _last_words(key: str) -> str:
     words = key.split(" ")
     for i in range(len(words)):
         tail = " ".join(words[i:]).strip(" -")
-        if _key(tail) in ALIASES or _key(tail) in _STEP_KEYS:
+        if key_of(tail) in ALIASES or key_of(tail) in STEP_KEY_SET:
             return tail
     return key
 

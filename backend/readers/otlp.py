@@ -11,11 +11,11 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lanterne import wire
-from lanterne.backend.readers import metrics
+from lanterne.backend.readers import metric_names
 from lanterne.backend.readers.gather import Gather
 from lanterne.errors import UnreadableInput
 
-_KEYS = {
+_KEYS: dict[str, Any] = {
     "resourceSpans": ExportTraceServiceRequest,
     "resourceMetrics": ExportMetricsServiceRequest,
     "resourceLogs": ExportLogsServiceRequest,
@@ -87,7 +87,7 @@ def _spans(request: Any, gather: Gather) -> int:
                 if isinstance(step, int) and step >= 0 and rank >= 0 and ms >= 0:
                     if span.name == "training.step":
                         gather.sample("step_ms", step, rank, ms)
-                    elif span.name == "training.phase" and metrics._key(f"{name}_ms") in metrics.ALIASES:
+                    elif span.name == "training.phase" and metric_names.key_of(f"{name}_ms") in metric_names.ALIASES:
                         gather.sample(f"{name}_ms", step, rank, ms)
     return count
 
@@ -100,7 +100,7 @@ def _points(request: Any, gather: Gather) -> int:
             for metric in scope.metrics:
                 which = metric.WhichOneof("data")
                 points = getattr(metric, which).data_points if which in {"gauge", "sum"} else ()
-                alias = metrics.ALIASES.get(metrics._key(metric.name))
+                alias = metric_names.ALIASES.get(metric_names.key_of(metric.name))
                 for point in points:
                     count += 1
                     step = _attributes(point.attributes).get(wire.STEP, -1)
@@ -130,7 +130,12 @@ def _logs(request: Any, gather: Gather, where: str) -> int:
                     and k not in {"name", "rank", "step", "host", "body", "ref"}
                 }
                 gather.event(
-                    str(name), rank=rank, step=step if isinstance(step, int) else -1, at_ns=record.time_unix_nano,
-                    body=str(wire.plain(record.body) or "")[:4000], ref=where, **plain,
-                )  # fmt: skip
+                    str(name),
+                    rank=rank,
+                    step=step if isinstance(step, int) else -1,
+                    at_ns=record.time_unix_nano,
+                    body=str(wire.plain(record.body) or "")[:4000],
+                    ref=where,
+                    extra=plain,
+                )
     return count

@@ -31,7 +31,11 @@ from lanterne.nouns import NO_STEP, Event, Identity, Kind
 MAGIC = b"LSP1"
 _HEAD = struct.Struct("<4sIII")  # magic, head bytes, body bytes, crc32 of both
 EVENTS_MAX = 2_000_000
-_REQUESTS = {"traces": ExportTraceServiceRequest, "metrics": ExportMetricsServiceRequest, "logs": ExportLogsServiceRequest}
+_REQUESTS: dict[str, Any] = {
+    "traces": ExportTraceServiceRequest,
+    "metrics": ExportMetricsServiceRequest,
+    "logs": ExportLogsServiceRequest,
+}
 _OWN = frozenset({wire.STEP, wire.SEQUENCE, wire.LAMPORT, wire.MONOTONIC, wire.NAME, wire.EVENT_NAME})
 
 
@@ -77,8 +81,8 @@ def _black_boxes(folder: Path, gather: Gather) -> Iterator[tuple[Identity, list[
 def _exit(path: Path, box: blackbox.BlackBox, gather: Gather) -> list[Event]:
     try:
         row = json.loads(path.read_text(errors="replace"))
-        attributes = {k: v for k, v in row.items() if isinstance(v, (int, str, float, bool))}
-        return [box.make("exited", int(row.get("monotonic_ns", row.get("t", 0)) or 0), **attributes)]
+        told: dict[str, Any] = {k: v for k, v in row.items() if isinstance(v, (int, str, float)) and k != "step"}
+        return [box.make("exited", int(row.get("monotonic_ns", row.get("t", 0)) or 0), **told)]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         gather.gap(f"{path}: {error}")
         return []
@@ -130,9 +134,16 @@ def _attributes(items: Any) -> dict[str, Any]:
 def _event(kind: Kind, name: str, own: dict[str, Any], unix_ns: int, **rest: Any) -> Event:
     plain = {k: v for k, v in own.items() if k not in _OWN and isinstance(v, (str, int, float, bool))}
     return Event(
-        kind=kind, name=name, sequence=int(own.get(wire.SEQUENCE, -1)), lamport=int(own.get(wire.LAMPORT, 0)), unix_ns=unix_ns,
-        monotonic_ns=int(own.get(wire.MONOTONIC, 0)), step=int(own.get(wire.STEP, NO_STEP)), attributes=plain, **rest,
-    )  # fmt: skip
+        kind=kind,
+        name=name,
+        sequence=int(own.get(wire.SEQUENCE, -1)),
+        lamport=int(own.get(wire.LAMPORT, 0)),
+        unix_ns=unix_ns,
+        monotonic_ns=int(own.get(wire.MONOTONIC, 0)),
+        step=int(own.get(wire.STEP, NO_STEP)),
+        attributes=plain,
+        **rest,
+    )
 
 
 def events_of(signal: str, body: bytes) -> list[tuple[Identity, list[Event]]]:
@@ -140,17 +151,24 @@ def events_of(signal: str, body: bytes) -> list[tuple[Identity, list[Event]]]:
     request = _REQUESTS[signal]()
     request.ParseFromString(body)
     out = []
-    for block in getattr(request, {"traces": "resource_spans", "metrics": "resource_metrics", "logs": "resource_logs"}[signal]):
+    for block in getattr(
+        request, {"traces": "resource_spans", "metrics": "resource_metrics", "logs": "resource_logs"}[signal]
+    ):
         events: list[Event] = []
         if signal == "traces":
             for span in (s for scope in block.scope_spans for s in scope.spans):
                 own, kind = _attributes(span.attributes), Kind(span.name) if span.name in set(Kind) else None
                 if kind is not None:
                     long = max(0, span.end_time_unix_nano - span.start_time_unix_nano)
-                    events.append(_event(kind, str(own.get(wire.NAME, "")), own, span.start_time_unix_nano, duration_ns=long))
+                    events.append(
+                        _event(kind, str(own.get(wire.NAME, "")), own, span.start_time_unix_nano, duration_ns=long)
+                    )
         elif signal == "metrics":
             for metric in (m for scope in block.scope_metrics for m in scope.metrics):
-                events += [_event(Kind.METRIC, metric.name, _attributes(p.attributes), p.time_unix_nano, value=p.as_double) for p in metric.gauge.data_points]
+                events += [
+                    _event(Kind.METRIC, metric.name, _attributes(p.attributes), p.time_unix_nano, value=p.as_double)
+                    for p in metric.gauge.data_points
+                ]
         else:
             for record in (r for scope in block.scope_logs for r in scope.log_records):
                 own = _attributes(record.attributes)

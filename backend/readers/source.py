@@ -89,7 +89,7 @@ def open_binary(path: Path, packed: str) -> BinaryIO:
     if packed == "zstd":
         import zstandard
 
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))  # type: ignore[type-var,return-value]
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
     return path.open("rb")
 
 

@@ -19,9 +19,9 @@ FRAMES_MAX = 64
 def is_stacks(source: Source) -> bool:
     """A py-spy dump (``Process N: …`` then ``Thread …``) or a faulthandler dump."""
     head = source.text_head
-    return bool(re.search(r"^Process \d+: ", head, re.MULTILINE) and re.search(r"^Thread \S+ \(", head, re.MULTILINE)) or bool(
-        re.search(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):", head, re.MULTILINE)
-    )
+    return bool(
+        re.search(r"^Process \d+: ", head, re.MULTILINE) and re.search(r"^Thread \S+ \(", head, re.MULTILINE)
+    ) or bool(re.search(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):", head, re.MULTILINE))
 
 
 def read(source: Source, gather: Gather) -> int:
@@ -54,7 +54,9 @@ def read(source: Source, gather: Gather) -> int:
         frame = _FRAME.match(line) or _FILE.match(line)
         if frame and threads and len(threads[-1][2]) < FRAMES_MAX:
             place = frame.groupdict()
-            threads[-1][2].append(f"{place.get('function') or '?'} ({place['file']}{':' + place['line'] if place.get('line') else ''})")
+            threads[-1][2].append(
+                f"{place.get('function') or '?'} ({place['file']}{':' + place['line'] if place.get('line') else ''})"
+            )
     close()
     if found:
         gather.sources.add("stacks")
@@ -65,6 +67,13 @@ def _emit(source: Source, gather: Gather, rank: int, command: str, threads: list
     main = next((t for t in threads if t[0] == "MainThread"), threads[0])
     holder = next((t for t in threads if "gil" in t[1]), None)
     gather.event(
-        "stack", rank=rank, body="\n".join(main[2]), ref=source.name, gil=holder is not None, holder=holder[0] if holder else "",
-        others_waiting=holder is not None and len(threads) > 1, command=command[:200], threads=len(threads),
-    )  # fmt: skip
+        "stack",
+        rank=rank,
+        body="\n".join(main[2]),
+        ref=source.name,
+        gil=holder is not None,
+        holder=holder[0] if holder else "",
+        others_waiting=holder is not None and len(threads) > 1,
+        command=command[:200],
+        threads=len(threads),
+    )

@@ -60,7 +60,7 @@ def operations(path: Any) -> tuple[Operations, dict[tuple[int, int], int]]:
     if not whole.any():
         raise UnreadableInput(str(path), "no step was traced whole")
     sync = once("grads-reduce-scatter").min(axis=1) + once("layernorm-grads-all-reduce").min(axis=1)
-    tail = (once("optimizer") + once("optimizer-clip-main-grad")).min(axis=1).max(axis=1)
+    tail = once("optimizer").max(axis=(1, 2)) + once("optimizer-clip-main-grad").min(axis=(1, 2))  # all clip together
     found = Operations(
         forward=forward[whole],
         backward=backward[whole],

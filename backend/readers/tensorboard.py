@@ -50,7 +50,9 @@ def _records(source: Source, gather: Gather) -> Iterator[bytes]:
             if len(data) < 16 + length:
                 break
             body = data[12 : 12 + length]
-            if length <= CHECKED_BYTES_MAX and struct.unpack("<I", data[12 + length : 16 + length])[0] != masked_crc(body):
+            if length <= CHECKED_BYTES_MAX and struct.unpack("<I", data[12 + length : 16 + length])[0] != masked_crc(
+                body
+            ):
                 gather.gap(f"{source.name} at byte {offset}: record with a wrong checksum left out")
             else:
                 yield body

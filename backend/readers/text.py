@@ -87,9 +87,15 @@ class TextReader:
             for rank, speaker in self.speakers.items():
                 if rank != NO_RANK or len(self.speakers) == 1:
                     self.gather.event(
-                        "log.last_line", rank=rank, at_ns=speaker.last_ns, host=self.host, body=speaker.last[:500],
-                        ref=speaker.last_ref, lines=speaker.lines, step=speaker.step,
-                    )  # fmt: skip
+                        "log.last_line",
+                        rank=rank,
+                        at_ns=speaker.last_ns,
+                        host=self.host,
+                        body=speaker.last[:500],
+                        ref=speaker.last_ref,
+                        lines=speaker.lines,
+                        step=speaker.step,
+                    )
         return self.found + self.table.found
 
     def line(self, number: int, text: str) -> None:
@@ -126,9 +132,13 @@ class TextReader:
             step = row.get("global_step", NO_STEP)
             self.found += 1
             self.gather.event(
-                f"{found['name']}_span", rank=rank, step=step if isinstance(step, int) else NO_STEP, at_ns=begun, ref=ref,
+                f"{found['name']}_span",
+                rank=rank,
+                step=step if isinstance(step, int) else NO_STEP,
+                at_ns=begun,
+                ref=ref,
                 seconds=(self.now_ns - begun) / 1e9,
-            )  # fmt: skip
+            )
         return found["what"] == "END"
 
     def _who(self, text: str) -> tuple[int, str]:
@@ -208,10 +218,15 @@ class TextReader:
         if self.block and "rank" in self.block:
             code = int(self.block.get("exit", "1"))
             self.gather.event(
-                "log.rank_failed", rank=int(self.block["rank"]), at_ns=self.now_ns, host=self.block.get("host", ""),
-                ref=self.block.get("ref", ref), exit_code=code, first=bool(self.block.get("first")),
+                "log.rank_failed",
+                rank=int(self.block["rank"]),
+                at_ns=self.now_ns,
+                host=self.block.get("host", ""),
+                ref=self.block.get("ref", ref),
+                exit_code=code,
+                first=bool(self.block.get("first")),
                 message=self.block.get("why", "")[:400],
-            )  # fmt: skip
+            )
             self.found += 1
         if self.block is not None and "rank" in self.block:
             self.block = {}
@@ -244,9 +259,15 @@ class TextReader:
         self.found += 1
         plain = {k: v for k, v in attributes.items() if isinstance(v, (str, int, float, bool)) and k not in _RESERVED}
         self.gather.event(
-            f"log.{event}", rank=rank, step=step, at_ns=self.now_ns, host=self.host, body=said.strip()[:1000], ref=ref,
-            **plain,
-        )  # fmt: skip
+            f"log.{event}",
+            rank=rank,
+            step=step,
+            at_ns=self.now_ns,
+            host=self.host,
+            body=said.strip()[:1000],
+            ref=ref,
+            extra=plain,
+        )
 
 
 _RESERVED = frozenset({"name", "rank", "step", "at_ns", "host", "body", "ref"})

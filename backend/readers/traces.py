@@ -133,7 +133,8 @@ def _events(stream: _Stream, trace: Trace, side: list[str]) -> Iterator[Mapping[
 
 def load(source: Source) -> Trace:
     """Read one trace. Raises UnreadableInput when it holds no event at all."""
-    trace, side = Trace(), []
+    trace = Trace()
+    side: list[str] = []
     stream = _Stream(source)
     stream.more()
     for event in _events(stream, trace, side):
@@ -144,7 +145,9 @@ def load(source: Source) -> Trace:
     if trace.rank < 0:
         trace.rank = source.rank
     if not trace.events:
-        raise UnreadableInput(source.name, "no trace events", offset=max(trace.cut_at, 0), do="is it a Kineto or Chrome trace?")
+        raise UnreadableInput(
+            source.name, "no trace events", offset=max(trace.cut_at, 0), do="is it a Kineto or Chrome trace?"
+        )
     return trace
 
 
@@ -174,10 +177,16 @@ def _take(event: Mapping[str, Any], trace: Trace) -> None:
     elements = args.get("In msg nelems", _elements(args.get("Input Dims")))
     trace.calls.append(
         Call(
-            name=str(args.get("Collective name") or nccl[1]), where="device" if kernel else "host", ts_us=ts, dur_us=dur,
-            elements=int(_number(elements)), dtype=str(args.get("dtype", "")), group=str(args.get("Process Group Name", "")),
-            group_size=int(_number(args.get("Group size"))), stream=int(_number(args.get("stream"))),
-        )  # fmt: skip
+            name=str(args.get("Collective name") or nccl[1]),
+            where="device" if kernel else "host",
+            ts_us=ts,
+            dur_us=dur,
+            elements=int(_number(elements)),
+            dtype=str(args.get("dtype", "")),
+            group=str(args.get("Process Group Name", "")),
+            group_size=int(_number(args.get("Group size"))),
+            stream=int(_number(args.get("stream"))),
+        )
     )
 
 
@@ -224,9 +233,16 @@ def read(source: Source, gather: Gather) -> int:
         if call.where == "device":
             by_name[call.name] += call.dur_us
     gather.event(
-        "trace", rank=rank, host=trace.host, ref=source.name, events=trace.events, calls=len(trace.calls), kernel_ms=trace.kernel_us / 1000,
-        communication_ms=sum(by_name.values()) / 1000, backend=trace.backend,
-    )  # fmt: skip
+        "trace",
+        rank=rank,
+        host=trace.host,
+        ref=source.name,
+        events=trace.events,
+        calls=len(trace.calls),
+        kernel_ms=trace.kernel_us / 1000,
+        communication_ms=sum(by_name.values()) / 1000,
+        backend=trace.backend,
+    )
     gather.place(rank, host=trace.host)
     gather.dropped += trace.dropped
     if trace.cut_at >= 0:

@@ -1,4 +1,4 @@
-"""Builds the files that a failed job leaves behind: logs, dumps, metrics. Everything is parametrised by ranks and times."""
+"""Builds the files that a failed job leaves behind: logs, dumps, metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ BASE_NS = 1_760_000_000_000_000_000
 
 
 def watchdog(
-    rank: int, sequence: int = 1401, op: str = "ALLREDUCE", numel: int = 1, timeout_ms: int = 1_800_000, style: str = "new"
+    rank: int,
+    sequence: int = 1401,
+    op: str = "ALLREDUCE",
+    numel: int = 1,
+    timeout_ms: int = 1_800_000,
+    style: str = "new",
 ) -> str:
     """A watchdog line in the wording of several torch versions."""
     ran = timeout_ms + 231
@@ -31,7 +36,8 @@ def watchdog(
         "plain": f"[Rank {rank}] ",
     }[style]
     return (
-        f"{head}Watchdog caught collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType={op}, NumelIn={numel}, "
+        f"{head}Watchdog caught collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType={op}, "
+        f"NumelIn={numel}, "
         f"NumelOut={numel}, Timeout(ms)={timeout_ms}) ran for {ran} milliseconds before timing out."
     )
 
@@ -54,7 +60,11 @@ class Logs:
     def write(self, folder: Path, layout: str = "per_rank") -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if layout == "combined":
-            rows = [f"[default{r}]: {t}" if not t.startswith("[rank") else t for r in sorted(self.lines) for t in self.lines[r]]
+            rows = [
+                f"[default{r}]: {t}" if not t.startswith("[rank") else t
+                for r in sorted(self.lines)
+                for t in self.lines[r]
+            ]
             (folder / "job.out").write_text("\n".join([f"world_size={self.ranks}", *rows]) + "\n")
             return [folder]
         for rank in range(self.ranks):
@@ -75,32 +85,62 @@ def metrics_file(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def entry(
-    sequence: int, op: str = "all_reduce", shape: Sequence[int] = (1024,), *, done: bool = True, group: tuple[str, str] = ("0", "default_pg"),
-    at: int = 0, dtype: str = "Float", p2p: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    sequence: int,
+    op: str = "all_reduce",
+    shape: Sequence[int] = (1024,),
+    *,
+    done: bool = True,
+    group: tuple[str, str] = ("0", "default_pg"),
+    at: int = 0,
+    dtype: str = "Float",
+    p2p: bool = False,
+) -> dict[str, Any]:
     """One Flight Recorder entry, version 2.9."""
     created = BASE_NS + sequence * 1_000_000 + at
     return {
-        "record_id": sequence, "pg_id": int(group[0]) if group[0].isdigit() else 0, "process_group": group, "collective_seq_id": sequence,
-        "p2p_seq_id": 0, "op_id": sequence, "profiling_name": f"nccl:{op}", "time_created_ns": created,
-        "input_sizes": [list(shape)], "input_dtypes": [dtype], "output_sizes": [list(shape)], "output_dtypes": [dtype],
-        "state": "completed" if done else "scheduled", "time_discovered_started_ns": None,
-        "time_discovered_completed_ns": created + 500_000 if done else None, "retired": done, "timeout_ms": 600_000, "is_p2p": p2p,
+        "record_id": sequence,
+        "pg_id": int(group[0]) if group[0].isdigit() else 0,
+        "process_group": group,
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "op_id": sequence,
+        "profiling_name": f"nccl:{op}",
+        "time_created_ns": created,
+        "input_sizes": [list(shape)],
+        "input_dtypes": [dtype],
+        "output_sizes": [list(shape)],
+        "output_dtypes": [dtype],
+        "state": "completed" if done else "scheduled",
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": created + 500_000 if done else None,
+        "retired": done,
+        "timeout_ms": 600_000,
+        "is_p2p": p2p,
         "frames": [{"name": "train_step", "filename": "train.py", "line": 88}],
-    }  # fmt: skip
+    }
 
 
-def dump(entries: Sequence[Mapping[str, Any]], ranks: Sequence[int], *, groups: Mapping[str, Sequence[int]] | None = None, version: str = "2.9") -> dict[str, Any]:
+def dump(
+    entries: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
+    *,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    version: str = "2.9",
+) -> dict[str, Any]:
     """A whole dump; ``groups`` maps local names to rank lists (default: one group of all ranks)."""
     config = groups if groups is not None else {"0": ranks}
     return {
-        "version": version, "nccl_version": "2.21.5",
+        "version": version,
+        "nccl_version": "2.21.5",
         "pg_config": {n: {"name": n, "desc": f"group_{n}", "ranks": str(list(r))} for n, r in config.items()},
-        "pg_status": {}, "entries": list(entries),
-    }  # fmt: skip
+        "pg_status": {},
+        "entries": list(entries),
+    }
 
 
-def write_dump(folder: Path, rank: int, value: Mapping[str, Any], style: str = "pickle", name: str = "_dump_{rank}") -> Path:
+def write_dump(
+    folder: Path, rank: int, value: Mapping[str, Any], style: str = "pickle", name: str = "_dump_{rank}"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name.format(rank=rank)
     path.write_bytes(pickle.dumps(value, protocol=2) if style == "pickle" else json.dumps(value).encode())

@@ -11,7 +11,12 @@ import pytest
 
 from tests.cases.evidence import Logs, first, hedged, judge, metrics_file, named_ranks
 
-KEYS = [("step", "loss", "grad_norm", "lr"), ("global_step", "train/loss", "train/grad_norm", "train/learning_rate"), ("iteration", "lm loss", "grad norm", "learning rate"), ("_step", "train_loss", "gnorm", "learning_rate")]
+KEYS = [
+    ("step", "loss", "grad_norm", "lr"),
+    ("global_step", "train/loss", "train/grad_norm", "train/learning_rate"),
+    ("iteration", "lm loss", "grad norm", "learning rate"),
+    ("_step", "train_loss", "gnorm", "learning_rate"),
+]
 
 
 def curve(n: int, *, start: float = 10.0, end: float = 3.0, seed: int = 1, noise: float = 0.02) -> list[float]:
@@ -24,13 +29,24 @@ def curve(n: int, *, start: float = 10.0, end: float = 3.0, seed: int = 1, noise
 def test_c38_clip_before_unscale(tmp_path: Path, keys: tuple[str, ...], clip: float) -> None:
     noise = random.Random(4)
     rows = [{"fp16": True, "max_grad_norm": clip}]
-    rows += [{keys[0]: i, keys[1]: 10.4 + noise.gauss(0, 0.01), keys[2]: clip / 65536 * (1 + 0.01 * noise.random()), "loss_scale": 65536.0} for i in range(60)]  # type: ignore[misc]
+    rows += [
+        {
+            keys[0]: i,
+            keys[1]: 10.4 + noise.gauss(0, 0.01),
+            keys[2]: clip / 65536 * (1 + 0.01 * noise.random()),
+            "loss_scale": 65536.0,
+        }
+        for i in range(60)
+    ]  # type: ignore[misc]
     assert first(judge(metrics_file(tmp_path / "log.jsonl", rows))).category == "scaler_misuse"
 
 
 def test_c38_healthy_fp16_is_quiet(tmp_path: Path) -> None:
     loss, noise = curve(100), random.Random(4)
-    rows = [{"fp16": True, "max_grad_norm": 1.0}] + [{"step": i, "loss": x, "grad_norm": 0.8 + 0.1 * noise.random(), "loss_scale": 65536.0} for i, x in enumerate(loss)]  # type: ignore[list-item]
+    rows = [{"fp16": True, "max_grad_norm": 1.0}] + [
+        {"step": i, "loss": x, "grad_norm": 0.8 + 0.1 * noise.random(), "loss_scale": 65536.0}
+        for i, x in enumerate(loss)
+    ]  # type: ignore[list-item]
     assert judge(metrics_file(tmp_path / "log.jsonl", rows)).healthy
 
 
@@ -41,7 +57,15 @@ def test_c40_nan_before_the_reduction(tmp_path: Path, ranks: int, culprit: int) 
         for i in range(40):
             bad = i == 30
             local = float("nan") if bad and rank == culprit else 1.0 + 0.01 * rank
-            rows.append({"step": i, "rank": rank, "loss": float("nan") if i >= 30 else 3.0 - 0.01 * i, "grad_norm_local": local, "num_valid_labels": 0 if bad and rank == culprit else 512})
+            rows.append(
+                {
+                    "step": i,
+                    "rank": rank,
+                    "loss": float("nan") if i >= 30 else 3.0 - 0.01 * i,
+                    "grad_norm_local": local,
+                    "num_valid_labels": 0 if bad and rank == culprit else 512,
+                }
+            )
         metrics_file(tmp_path / f"rank_{rank}.jsonl", rows)
     cause = first(judge(tmp_path))
     assert (cause.category, cause.subject.rank) == ("nonfinite_values", culprit)
@@ -56,7 +80,12 @@ def test_c40_in_words(tmp_path: Path) -> None:
 
 
 def test_c42_overlap_and_mxfp8(tmp_path: Path) -> None:
-    lines = ["  fp8_recipe ............................ mxfp8", "fp8_recipe: mxfp8", "  overlap_param_gather ............................ True", "iteration 120 grad norm: nan"]
+    lines = [
+        "  fp8_recipe ............................ mxfp8",
+        "fp8_recipe: mxfp8",
+        "  overlap_param_gather ............................ True",
+        "iteration 120 grad norm: nan",
+    ]
     (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
     cause = first(judge(tmp_path))
     assert cause.category == "nonfinite_values"
@@ -69,7 +98,12 @@ def test_c44_step_counter_lost(tmp_path: Path, factor: float) -> None:
     noise, rows = random.Random(2), []
     for i in range(200):
         extra = 1 + (factor - 1) * math.exp(-(i - 120) / 12) if i >= 120 else 1
-        row = {"step": i, "loss": 3.0 + noise.gauss(0, 0.01), "lr": 3e-4, "update_ratio": 1e-3 * extra * (1 + noise.gauss(0, 0.01))}
+        row = {
+            "step": i,
+            "loss": 3.0 + noise.gauss(0, 0.01),
+            "lr": 3e-4,
+            "update_ratio": 1e-3 * extra * (1 + noise.gauss(0, 0.01)),
+        }
         if i == 120:
             row["event"] = "resumed from checkpoint-120"  # type: ignore[assignment]
         rows.append(row)
@@ -96,7 +130,9 @@ def test_c46_in_a_trainer_state(tmp_path: Path) -> None:
     history = []
     for i, x in enumerate(curve(120)):
         lr = 5e-5 * min(1.0, (i + 1) / 10) if i < 80 else 5e-5 * min(1.0, (i - 79) / 10)
-        history.append({"epoch": i / 60, "learning_rate": lr, "loss": x + (0.9 if 80 <= i < 100 else 0), "step": 10 * (i + 1)})
+        history.append(
+            {"epoch": i / 60, "learning_rate": lr, "loss": x + (0.9 if 80 <= i < 100 else 0), "step": 10 * (i + 1)}
+        )
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 1200, "log_history": history}))
     assert first(judge(tmp_path)).category == "resume_state_lost"
 
@@ -106,7 +142,14 @@ def test_c48_accumulation(tmp_path: Path, steps: int) -> None:
     noise, rows = random.Random(5), []
     for i in range(80):
         k = steps if i >= 40 else 1
-        rows.append({"step": i, "loss": 2.5 * k * (1 + noise.gauss(0, 0.01)), "grad_norm": 0.7 * k * (1 + noise.gauss(0, 0.05)), "gradient_accumulation_steps": k})
+        rows.append(
+            {
+                "step": i,
+                "loss": 2.5 * k * (1 + noise.gauss(0, 0.01)),
+                "grad_norm": 0.7 * k * (1 + noise.gauss(0, 0.05)),
+                "gradient_accumulation_steps": k,
+            }
+        )
     cause = first(judge(metrics_file(tmp_path / "log.jsonl", rows)))
     assert (cause.category, cause.since_step) == ("accumulation_error", 40)
 
@@ -114,7 +157,15 @@ def test_c48_accumulation(tmp_path: Path, steps: int) -> None:
 @pytest.mark.parametrize("odd", [1, 3])
 def test_c50_checksums_drift(tmp_path: Path, odd: int) -> None:
     for rank in range(4):
-        rows = [{"step": 50 * i, "rank": rank, "loss": 3 - 0.01 * i, "param_checksum": 1234.5 + 0.25 * i + (0.003 * (i - 9) if rank == odd and i > 9 else 0)} for i in range(30)]
+        rows = [
+            {
+                "step": 50 * i,
+                "rank": rank,
+                "loss": 3 - 0.01 * i,
+                "param_checksum": 1234.5 + 0.25 * i + (0.003 * (i - 9) if rank == odd and i > 9 else 0),
+            }
+            for i in range(30)
+        ]
         metrics_file(tmp_path / f"rank_{rank}.jsonl", rows)
     cause = first(judge(tmp_path))
     assert (cause.category, cause.subject.rank) == ("replica_divergence", odd)
@@ -132,7 +183,9 @@ def test_c50_in_words(tmp_path: Path) -> None:
 def test_c52_equal_losses(tmp_path: Path, ranks: int) -> None:
     loss = curve(50)
     for rank in range(ranks):
-        metrics_file(tmp_path / f"rank_{rank}.jsonl", [{"step": i, "rank": rank, "loss": x} for i, x in enumerate(loss)])
+        metrics_file(
+            tmp_path / f"rank_{rank}.jsonl", [{"step": i, "rank": rank, "loss": x} for i, x in enumerate(loss)]
+        )
     assert first(judge(tmp_path)).category == "data_order"
 
 
@@ -145,7 +198,10 @@ def test_c52_fingerprints(tmp_path: Path) -> None:
 
 def test_c52_different_losses_are_healthy(tmp_path: Path) -> None:
     for rank in range(4):
-        metrics_file(tmp_path / f"rank_{rank}.jsonl", [{"step": i, "rank": rank, "loss": x} for i, x in enumerate(curve(80, seed=rank, start=4))])
+        metrics_file(
+            tmp_path / f"rank_{rank}.jsonl",
+            [{"step": i, "rank": rank, "loss": x} for i, x in enumerate(curve(80, seed=rank, start=4))],
+        )
     assert judge(tmp_path).healthy
 
 

@@ -37,7 +37,11 @@ def _victims(logs: Logs, silent: int, **kw: object) -> Logs:
 def test_c01_uneven_iterable(tmp_path: Path, ranks: int, silent: int, layout: str, style: str) -> None:
     logs = Logs(ranks)
     for rank in range(ranks):
-        logs.say(rank, f"rank {rank}: epoch 3: 100%|##########| 1249/1249 [10:00<00:00, 2.08it/s]", f"rank {rank}: epoch 3 finished")
+        logs.say(
+            rank,
+            f"rank {rank}: epoch 3: 100%|##########| 1249/1249 [10:00<00:00, 2.08it/s]",
+            f"rank {rank}: epoch 3 finished",
+        )
     _victims(logs, silent, sequence=5021, style=style)
     report = judge(logs.write(tmp_path, layout)[0])
     assert (first(report).category, first(report).subject.rank) == ("uneven_inputs", silent)
@@ -49,18 +53,21 @@ def test_c03_uneven_shards(tmp_path: Path, ranks: int, shards: int) -> None:
     silent = ranks - 1
     logs = Logs(ranks)
     for rank in range(ranks):
-        logs.say(rank, f"dataset.num_shards={shards} world_size={ranks}", f"step 1248/1250 loss 2.1")
+        logs.say(rank, f"dataset.num_shards={shards} world_size={ranks}", "step 1248/1250 loss 2.1")
     _victims(logs, silent, numel=25_557_032, op="ALLREDUCE")
     report = judge(logs.write(tmp_path)[0])
     assert (first(report).category, first(report).subject.rank) == ("uneven_inputs", silent)
 
 
-@pytest.mark.parametrize("work", [
-    "Running tokenizer on dataset (num_proc=8):  67%|######7   | 670000/1000000 [29:58<14:52, 370.00 examples/s]",
-    "Map:  45%|####5     | 450321/1000000 [29:55<36:30, 250.9 examples/s]",
-    "Downloading shards:  33%|###3      | 5/15 [09:58<20:00, 120s/it]",
-    "INFO preprocessing dataset shard 412 of 1000",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "work",
+    [
+        "Running tokenizer on dataset (num_proc=8):  67%|######7   | 670000/1000000 [29:58<14:52, 370.00 examples/s]",
+        "Map:  45%|####5     | 450321/1000000 [29:55<36:30, 250.9 examples/s]",
+        "Downloading shards:  33%|###3      | 5/15 [09:58<20:00, 120s/it]",
+        "INFO preprocessing dataset shard 412 of 1000",
+    ],
+)
 @pytest.mark.parametrize("timeout_ms", [600_000, 1_800_000])
 def test_c05_main_process_first(tmp_path: Path, work: str, timeout_ms: int) -> None:
     logs = Logs(8).say(0, "loading data", work)
@@ -87,15 +94,22 @@ def test_c07_checkpoint_download(tmp_path: Path, masters: tuple[int, ...]) -> No
     assert named_ranks(report) == set(masters)
 
 
-@pytest.mark.parametrize("line", [
-    "waiting for ready marker /shared/weights/step_40/STABLE",
-    "INFO Waiting for inference server at http://10.0.0.7:8000/health",
-    "polling for the orchestrator's signal",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "waiting for ready marker /shared/weights/step_40/STABLE",
+        "INFO Waiting for inference server at http://10.0.0.7:8000/health",
+        "polling for the orchestrator's signal",
+    ],
+)
 @pytest.mark.parametrize("master", [0, 3])
 def test_c09_master_waits_for_a_service(tmp_path: Path, line: str, master: int) -> None:
     logs = Logs(4).say(master, "step 40 done", line)
-    report = judge(_victims(logs, master, sequence=961, op="_ALLGATHER_BASE", numel=8_388_608, timeout_ms=600_000).write(tmp_path)[0])
+    report = judge(
+        _victims(logs, master, sequence=961, op="_ALLGATHER_BASE", numel=8_388_608, timeout_ms=600_000).write(tmp_path)[
+            0
+        ]
+    )
     assert (first(report).category, first(report).subject.rank) == ("exclusive_work", master)
 
 
@@ -103,7 +117,10 @@ def test_c09_master_waits_for_a_service(tmp_path: Path, line: str, master: int) 
 def test_c11_metric_keys_differ(tmp_path: Path, odd: int) -> None:
     for rank in range(4):
         key = "val/acc_b" if rank == odd else "val/acc_a"
-        metrics_file(tmp_path / f"rank{rank}.jsonl", [{"step": 10 * i, "rank": rank, "val/loss": 1.0 + 0.01 * rank / (i + 1), key: 0.5} for i in range(5)])
+        metrics_file(
+            tmp_path / f"rank{rank}.jsonl",
+            [{"step": 10 * i, "rank": rank, "val/loss": 1.0 + 0.01 * rank / (i + 1), key: 0.5} for i in range(5)],
+        )
     report = judge(tmp_path)
     assert (first(report).category, first(report).subject.rank) == ("collective_divergence", odd)
 
@@ -126,12 +143,15 @@ def test_c13_in_the_dumps(tmp_path: Path) -> None:
     assert (first(report).category, first(report).subject.rank) == ("collective_divergence", 3)
 
 
-@pytest.mark.parametrize("oom", [
-    "WARNING: ran out of memory, skipping batch. if this happens frequently, decrease batchsize",
-    "CUDA out of memory. Tried to allocate 1.2 GiB. Skipping batch.",
-    "| WARNING: OOM in all workers, skipping update",
-    "caught OutOfMemoryError (OOM), skipping this batch and continuing",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "oom",
+    [
+        "WARNING: ran out of memory, skipping batch. if this happens frequently, decrease batchsize",
+        "CUDA out of memory. Tried to allocate 1.2 GiB. Skipping batch.",
+        "| WARNING: OOM in all workers, skipping update",
+        "caught OutOfMemoryError (OOM), skipping this batch and continuing",
+    ],
+)
 @pytest.mark.parametrize(("culprit", "layout"), [(1, "per_rank"), (5, "combined"), (7, "torchrun")])
 def test_c15_caught_out_of_memory(tmp_path: Path, oom: str, culprit: int, layout: str) -> None:
     logs = Logs(8).say(culprit, oom)
@@ -178,15 +198,27 @@ def test_p1_missing_dump_is_a_suspect(tmp_path: Path, missing: int) -> None:
 def test_p12_reused_store(tmp_path: Path, world: int, workers: int) -> None:
     logs = Logs(world)
     for rank in range(world):
-        logs.say(rank, f"RuntimeError: Timed out initializing process group in store based barrier on rank: {rank}, for key: "
-                       f"store_based_barrier_key:1 (world_size={world}, worker_count={workers}, timeout=0:30:00)")  # fmt: skip
+        logs.say(
+            rank,
+            f"RuntimeError: Timed out initializing process group in store based barrier on rank: "
+            f"{rank}, for key: "
+            f"store_based_barrier_key:1 (world_size={world}, worker_count={workers}, "
+            f"timeout=0:30:00)",
+        )
     report = judge(logs.write(tmp_path)[0])
     assert first(report).category == "unknown"
     assert hedged(report)
     assert named_ranks(report) == set()
 
 
-@pytest.mark.parametrize("done", ["Training finished.", "`Trainer.fit` stopped: `max_epochs=3` reached.", "Training completed. Do not forget to share your model"])
+@pytest.mark.parametrize(
+    "done",
+    [
+        "Training finished.",
+        "`Trainer.fit` stopped: `max_epochs=3` reached.",
+        "Training completed. Do not forget to share your model",
+    ],
+)
 def test_p13_hang_after_the_end(tmp_path: Path, done: str) -> None:
     logs = Logs(4)
     for rank in range(4):
