@@ -53,6 +53,8 @@ UNITS: Mapping[str, str] = {
     "training.tokens": "{token}",
     "training.samples": "{sample}",
     "training.parameter_checksum": "1",
+    "training.mfu": "1",
+    "lanterne.collector.time": "s",
     "process.memory.usage": "By",
     "process.cpu.time": "s",
     "process.gc.time": "s",

@@ -1,0 +1,156 @@
+"""Data: the time spent waiting for a batch, what the batch is (sample ids or a cheap hash), how much work it carries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from lanterne.blackbox import LIST_KEY
+from lanterne.collector.overhead import OverheadMeter
+from lanterne.collector.sources.patches import Patches
+from lanterne.collector.steps import DATA_WAIT, Recorder
+from lanterne.nouns import EventName
+
+if TYPE_CHECKING:
+    import torch
+
+IDS_HASHED, IDS_TOLD, VALUES_HASHED = 64, 8, 16
+TOKEN_KEYS = ("input_ids", "tokens", "inputs")
+_MASK64 = (1 << 64) - 1
+_IDS = "__lanterne_ids__"
+
+
+def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Tensors of a batch in a fixed order: tensors, sequences, mappings and dataclass-like objects, three levels deep."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif depth < 3 and isinstance(batch, dict):
+        for value in batch.values():
+            yield from tensors_in(value, depth + 1)
+    elif depth < 3 and isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from tensors_in(value, depth + 1)
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    """(samples, tokens) of a batch; tokens are counted where the first tensor holds integer ids ``[samples, length]``."""
+    first = next(tensors_in(batch), None)
+    if isinstance(batch, dict):
+        first = next((batch[k] for k in TOKEN_KEYS if k in batch and hasattr(batch[k], "shape")), first)
+    if first is None or first.dim() == 0:
+        return 0, 0
+    tokens = first.numel() if first.dim() == 2 and not first.is_floating_point() and not first.is_complex() else 0
+    return int(first.shape[0]), tokens
+
+
+def fingerprint_of_values(batch: Any) -> int | None:
+    """A 64-bit hash of up to 16 elements spread over each of the first four tensors; None for data on a device."""
+    found: list[Any] = []
+    for i, tensor in enumerate(tensors_in(batch)):
+        if i == 4:
+            break
+        if tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_quantized:
+            return None
+        flat = tensor.detach().reshape(-1)
+        found += [tuple(tensor.shape), *flat[:: max(1, flat.numel() // VALUES_HASHED)][:VALUES_HASHED].tolist()]
+    return hash(tuple(found)) & _MASK64 if found else None
+
+
+class DataLoaderSource:
+    """Times ``next`` of every DataLoader and describes the batches that training takes."""
+
+    def __init__(self, recorder: Recorder, meter: OverheadMeter) -> None:
+        self.recorder, self.meter = recorder, meter
+        self.outer = False  # session.steps is timing this very ``next``
+
+    def install(self, patches: Patches) -> None:
+        """Wrap torch's DataLoader iterators. Nothing is changed in worker processes."""
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        patches.wrap(_BaseDataLoaderIter, "__next__", self._timed)
+        patches.wrap(_BaseDataLoaderIter, "_next_index", self._indexed)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder, meter = self.recorder, self.meter
+
+        def next_batch(iterator: Any) -> Any:
+            if self.outer or recorder.user_phase >= 0:
+                return original(iterator)
+            began = recorder.enter(DATA_WAIT)
+            try:
+                batch = original(iterator)
+            finally:
+                recorder.leave(DATA_WAIT, began)
+            at = monotonic_ns()
+            self.took(batch, iterator)
+            if meter.on:
+                meter.spent += monotonic_ns() - at
+            return batch
+
+        return next_batch
+
+    def _indexed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            if isinstance(index, list):
+                kept = iterator.__dict__.get(_IDS)
+                if kept is None:
+                    kept = iterator.__dict__[_IDS] = deque(maxlen=256)
+                kept.append(index)
+            return index
+
+        return next_index
+
+    def took(self, batch: Any, iterator: Any) -> None:
+        """Training took this batch: count its work and write its fingerprint."""
+        recorder = self.recorder
+        try:
+            samples, tokens = size_of(batch)
+            recorder.samples += samples
+            recorder.tokens += tokens
+            if not self.meter.allows("fingerprint"):
+                return
+            ids = None
+            kept = getattr(iterator, _IDS, None)
+            if kept:
+                ids = kept.popleft()
+            print_of = hash((len(ids), *ids[:IDS_HASHED])) & _MASK64 if _hashable(ids) else fingerprint_of_values(batch)
+            if print_of is not None:
+                told = tuple(float(i) for i in ids[:IDS_TOLD]) if _hashable(ids) and ids else ()
+                keys = LIST_KEY + "sample_ids" if told else ""
+                recorder.ring.event(
+                    EventName.BATCH, recorder.step, monotonic_ns(), keys, told, "fingerprint", print_of
+                )  # fmt: skip
+        except Exception as error:
+            recorder.failed("batch", error)
+
+
+def _hashable(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)
+
+
+def sampler_facts(loader: Any) -> dict[str, Any]:
+    """What must be equal on all ranks (or tell why not): the sampler's seed, epoch, shuffling and share."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    facts: dict[str, Any] = {}
+    for one in (sampler, inner):
+        if one is None:
+            continue
+        facts.setdefault("sampler", type(one).__name__)
+        for name in ("seed", "epoch", "shuffle", "num_replicas", "rank"):
+            value = getattr(one, name, None)
+            if isinstance(value, (int, bool)):
+                facts.setdefault(f"sampler_{name}", value)
+        generator = getattr(one, "generator", None)
+        if generator is not None:
+            facts.setdefault("sampler_generator_seed", int(generator.initial_seed()))
+    try:
+        facts["dataset_samples"] = len(loader.dataset)
+    except (TypeError, AttributeError):
+        pass
+    return facts
