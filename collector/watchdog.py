@@ -26,6 +26,8 @@ STARTUP_BOUND_S = 60.0
 """No completed step yet: imports, rendezvous and the first batch take long in healthy runs."""
 LONG_FIRST_BOUND_S = 600.0
 """First checkpoint, eval or compile of a run."""
+BETWEEN_BOUND_S = 30.0
+"""Floor for time that no phase claims (validation or file work in user code) while no collective is pending."""
 P99_FACTOR = 8.0
 SAMPLES = 512
 WARM_UP_SAMPLES = 2
@@ -80,7 +82,8 @@ class PhaseBounds:
             learned = self.p99_s("step")
         if learned is None:
             return max(STARTUP_BOUND_S, self.floor_s)
-        return max(self.floor_s, P99_FACTOR * learned)
+        floor_s = max(BETWEEN_BOUND_S, self.floor_s) if phase == Phase.OTHER and not in_collective else self.floor_s
+        return max(floor_s, P99_FACTOR * learned)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import pytest
 
 from lanterne.collector.procfs import Ending, ProcessView, ending_by_pidfd, open_pidfd
 from lanterne.collector.watchdog import (
+    BETWEEN_BOUND_S,
     LONG_FIRST_BOUND_S,
     STARTUP_BOUND_S,
     Look,
@@ -63,6 +64,13 @@ def test_before_the_first_step_and_for_unknown_phases_there_is_patience() -> Non
     assert PhaseBounds(5.0).bound_s("forward") == STARTUP_BOUND_S
     assert trained().bound_s("other") == STARTUP_BOUND_S
     assert trained().bound_s("other", in_collective=True) == 5.0
+
+
+def test_time_between_the_phases_is_given_more_unless_others_wait() -> None:
+    bounds = trained()
+    bounds.learn([phase("other", 0.01)] * 20)
+    assert bounds.bound_s("other") == BETWEEN_BOUND_S
+    assert bounds.bound_s("other", in_collective=True) == 5.0
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "eval", "compile"])
