@@ -43,7 +43,7 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Model(nn.Module):
-    """Two transformer encoder layers and a classifier over the mean token."""
+    """Two transformer encoder layers with a skip connection, and a classifier over the mean token."""
 
     def __init__(self, fault: Injector) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.fault.forward(self.step, self)
-        return self.head(self.encoder(x).mean(1))
+        return self.head(self.encoder(x).mean(1) + x.mean(1))
 
 
 def _arguments() -> argparse.Namespace:
