@@ -19,82 +19,57 @@ CPU_BUSY_CORES = 64
 
 def device(words: Words) -> list[Cause]:
     """Xid, ECC, lost GPU, faulty burn-in, wrong results: the physical device is the subject."""
-    out: dict[tuple[str, str], Cause] = {}
+    kernel = _xids(words)
+    if any(c.category is C.DEVICE_FAULT for c in kernel):
+        return [c for c in kernel if c.category is C.DEVICE_FAULT]
+    return [*kernel, *_device_words(words), *_node_checks(words)]
+
+
+def _xids(words: Words) -> list[Cause]:
+    """One cause a device; an Xid that a program's own fault raises too is an abstention."""
+    out: dict[tuple[str, bool], Cause] = {}
     for e in words.said("xid", "sxid"):
         number, where = int(w.number(e, "xid")), str(e.attributes.get("device", ""))
-        if e.name == "log.xid" and number in XID_APPLICATION:
-            says = evidence(
-                f"Xid {number} on {where}: a program's own fault raises it too",
-                value=float(number),
-                unit="Xid",
-                ref=e.ref,
-            )
-            out.setdefault(
-                (where, "app"),
-                cause(
-                    C.UNKNOWN,
-                    0.5,
-                    [says, line(e)],
-                    device=where,
-                    host=e.host,
-                    needs=("the program's own error at that time", "a memory test of the device"),
-                ),
-            )
-            continue
-        says = evidence(f"kernel: Xid {number} on {where}", value=float(number), unit="Xid", ref=e.ref)
-        out[(where, "hw")] = cause(
-            C.DEVICE_FAULT,
-            0.92,
-            [says, line(e)],
-            device=where,
-            host=e.host,
-            rank=_rank_of_device(words, where, e),
-            do=f"drain the device {where}: reset it, run diagnostics, exclude the node when it comes back",
-        )
-    hard = [c for (_, kind), c in out.items() if kind == "hw"]
-    if hard:
-        return hard
+        soft = e.name == "log.xid" and number in XID_APPLICATION
+        says = f"kernel: Xid {number} on {where}" + (": a program's own fault raises it too" if soft else "")
+        proof = [evidence(says, value=float(number), unit="Xid", ref=e.ref), line(e)]
+        if soft:
+            needs = ("the program's own error at that time", "a memory test of the device")
+            found = cause(C.UNKNOWN, 0.5, proof, device=where, host=e.host, needs=needs)
+        else:
+            do = f"drain the device {where}: reset it, run diagnostics, exclude the node when it comes back"
+            rank = _rank_of_device(words, where, e)
+            found = cause(C.DEVICE_FAULT, 0.92, proof, device=where, host=e.host, rank=rank, do=do)
+        out.setdefault((where, soft), found)
+    return list(out.values())
+
+
+def _device_words(words: Words) -> list[Cause]:
+    out: dict[tuple[str, int, str], Cause] = {}
     for e in words.said("ecc_error", "gpu_lost", "burn_faulty", "device_error_code"):
         sure = 0.6 if e.name == "log.device_error_code" else 0.9
-        needs = ("the host and device of that rank: the log does not name them",) if not e.host else ()
-        key = (str(e.attributes.get("device", e.host)), e.name)
-        if key in out:
-            continue
-        proof = [line(e)]
+        where, host = _device(e) or _place_device(words, e.rank), e.host or _host(words, e.rank)
+        needs = () if host else ("the host and device of that rank: the log does not name them",)
         after = [o for o in words.said("device_oom") if o.rank == e.rank or not o.host or o.host == e.host]
-        proof += [
-            evidence(f"an allocation fails later: it follows from the bad device: {w.quote(o)}", ref=o.ref)
-            for o in after[:1]
-        ]
-        out[key] = cause(
-            C.DEVICE_FAULT,
-            sure,
-            proof,
-            rank=e.rank,
-            host=e.host or _host(words, e.rank),
-            device=_device(e) or _place_device(words, e.rank),
-            needs=needs,
-            do="exclude the node and have its device checked; do not shrink the batch: a failed allocation after "
-            "it is an effect",
-        )
-    for e in words.fact("wrong_results"):
-        out[("", "wrong")] = cause(
-            C.DEVICE_FAULT,
-            0.7,
-            [evidence("a collective gave wrong results", value=w.number(e, "count"), unit="elements", ref=e.ref)],
-        )
-    for e in words.fact("node_defect"):
+        effect = [f"an allocation fails later: it follows from the bad device: {w.quote(o)}" for o in after[:1]]
+        proof = [line(e), *map(evidence, effect)]
+        do = "exclude the node and check its device; do not shrink the batch: a failed allocation after it is an effect"
+        found = cause(C.DEVICE_FAULT, sure, proof, rank=e.rank, host=host, device=where, needs=needs, do=do)
+        out.setdefault((where or "", e.rank, host or ""), found)
+    return list(out.values())
+
+
+def _node_checks(words: Words) -> list[Cause]:
+    out = []
+    for e in words.fact("wrong_results")[:1]:
+        wrong = evidence("a collective gave wrong results", value=w.number(e, "count"), unit="elements", ref=e.ref)
+        out.append(cause(C.DEVICE_FAULT, 0.7, [wrong]))
+    for e in words.fact("node_defect")[:8]:
         details = str(e.attributes.get("details", ""))
         says = evidence(f"node check of {e.host}: {e.attributes.get('category')}: {details[:160]}", ref=e.ref)
-        out[(e.host, "node")] = cause(
-            C.DEVICE_FAULT,
-            0.65,
-            [says],
-            host=e.host,
-            device=_defect_device(details),
-            needs=("a second run of the failed check",),
-        )
-    return list(out.values())
+        where, needs = _defect_device(details), ("a second run of the failed check",)
+        out.append(cause(C.DEVICE_FAULT, 0.65, [says], host=e.host, device=where, needs=needs))
+    return out
 
 
 def _defect_device(details: str) -> str | None:
@@ -165,12 +140,11 @@ def launch(words: Words) -> list[Cause]:
         do = "print (host, local rank, CUDA_VISIBLE_DEVICES) per rank; let the launcher set the device from LOCAL_RANK"
         out.append(cause(C.ENV_MISMATCH, 0.92, [says, line(e)], rank=b, device=where, do=do))
         out.append(cause(C.DEVICE_MISASSIGNED, 0.85, [says], rank=b, device=where, do=do))
-    for e in words.said("version_mismatch")[:1]:
-        out.append(cause(C.VERSION_MISMATCH, 0.88, [line(e)], rank=e.rank, host=e.host))
+    said = words.said("version_mismatch")[:1]
+    out += [cause(C.VERSION_MISMATCH, 0.88, [line(e)], rank=e.rank, host=e.host) for e in said]
     out += _differs(words, "software_version", "software", "version", C.VERSION_MISMATCH) if not out else []
     out += _differs(words, "env_var", "variable", "setting", C.ENV_MISMATCH) if not out else []
-    for e in words.said("parallel_invalid")[:1]:
-        out.append(cause(C.PARALLEL_CONFIG_INVALID, 0.9, [line(e)]))
+    out += [cause(C.PARALLEL_CONFIG_INVALID, 0.9, [line(e)]) for e in words.said("parallel_invalid")[:1]]
     for e in words.said("invalid_device")[:1]:
         out.append(
             cause(

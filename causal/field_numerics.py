@@ -88,85 +88,39 @@ def _scaler(facts: Facts, words: Words) -> list[Cause]:
 def _nonfinite(facts: Facts, words: Words) -> list[Cause]:
     """The first rank with a non-finite value before the reduction; its batch's valid labels."""
     said = words.said("nonfinite")
-    before = [
-        e for e in said if any(x in w.text(e) for x in ("before", "pre-reduc", "local", "pre all-reduce", "unreduced"))
-    ]
+    if not said and not _any_nan(facts):
+        return []
+    before = [e for e in said if any(x in w.text(e) for x in ("before", "pre-reduc", "local", "unreduced"))]
     zero = _zero_labels(facts, words)
     ranks = {e.rank for e in before if e.rank >= 0} or _first_nan(facts)
-    overlap, recipe = (
-        words.said("overlap_param_gather"),
-        [e for e in words.said("precision") if "fp8" in str(e.attributes.get("format", "")).lower()],
-    )
-    on = overlap or str(words.setting("overlap_param_gather")).lower() in {"true", "1"}
-    mx = (
-        recipe
-        or any("fp8" in str(words.setting(k)).lower() for k in ("precision", "fp8_recipe", "fp8"))
-        or str(words.setting("fp8")).lower() == "true"
-    )
-    bad = bool(said) or _any_nan(facts)
-    if not bad:
-        return []
     proof = [line(e) for e in (*before, *said)[:2]]
     step = min((e.step for e in said if e.step >= 0), default=_nan_step(facts))
-    if len(ranks) == 1:
-        rank = next(iter(ranks))
+    rank = next(iter(ranks)) if len(ranks) == 1 else next(iter(zero)) if len(zero) == 1 else None
+    if rank is not None:
         if rank in zero:
-            proof.insert(
-                0,
-                evidence(
-                    f"rank {rank} had 0 valid labels in that batch: 0/0 in a mean loss, spread by the reduction",
-                    value=0.0,
-                    unit="labels",
-                ),
-            )
-        proof.insert(
-            0,
-            evidence(
-                f"rank {rank} is the first with a non-finite value before the reduction", value=float(rank), unit="rank"
-            ),
-        )
-        return [
-            cause(
-                C.NONFINITE_VALUES,
-                0.9,
-                proof,
-                rank=rank,
-                step=step,
-                do="look at that rank's batch; divide by the global label count, never by a local zero",
-            )
-        ]
-    if len(zero) == 1:
-        rank = next(iter(zero))
-        proof.insert(
-            0,
-            evidence(
-                f"rank {rank} had 0 valid labels: 0/0 in a mean loss, spread to all by the reduction",
-                value=0.0,
-                unit="labels",
-            ),
-        )
-        return [cause(C.NONFINITE_VALUES, 0.85, proof, rank=rank, step=step)]
-    if on and mx:
+            says = f"rank {rank} had 0 valid labels in that batch: 0/0 in a mean loss, spread by the reduction"
+            proof.insert(0, evidence(says, value=0.0, unit="labels"))
+        if ranks == {rank}:
+            proof.insert(0, evidence(f"rank {rank} is the first with a non-finite value before the reduction"))
+        do = "look at that rank's batch; divide by the global label count, never by a local zero"
+        sure = 0.9 if ranks == {rank} else 0.85
+        return [cause(C.NONFINITE_VALUES, sure, proof, rank=rank, step=step, do=do)]
+    if _overlapped_fp8(words):
         proof.insert(0, evidence("NaN gradient norm with an FP8 format and overlapped parameter gather both on"))
-        return [
-            cause(
-                C.NONFINITE_VALUES,
-                0.7,
-                proof,
-                step=step,
-                do="toggle one switch at a time: overlap_param_gather off first",
-                needs=("one run with overlap_param_gather off and the same FP8 format",),
-            )
-        ]
-    return [
-        cause(
-            C.NONFINITE_VALUES,
-            0.65,
-            proof,
-            step=step,
-            needs=("gradient norms per rank before the reduction: after it everybody has the NaN",),
-        )
-    ]
+        do = "toggle one switch at a time: overlap_param_gather off first"
+        needs = ("one run with overlap_param_gather off and the same FP8 format",)
+        return [cause(C.NONFINITE_VALUES, 0.7, proof, step=step, do=do, needs=needs)]
+    needs = ("gradient norms per rank before the reduction: after it everybody has the NaN",)
+    return [cause(C.NONFINITE_VALUES, 0.65, proof, step=step, needs=needs)]
+
+
+def _overlapped_fp8(words: Words) -> bool:
+    """FP8 and overlapped parameter gather both on, in a log or a configuration."""
+    overlap = bool(words.said("overlap_param_gather"))
+    overlap |= str(words.setting("overlap_param_gather")).lower() in {"true", "1"}
+    said = [str(e.attributes.get("format", "")).lower() for e in words.said("precision")]
+    said += [str(words.setting(k)).lower() for k in ("precision", "fp8_recipe", "fp8")]
+    return overlap and (any("fp8" in x for x in said) or str(words.setting("fp8")).lower() in {"true", "1"})
 
 
 def _zero_labels(facts: Facts, words: Words) -> set[int]:

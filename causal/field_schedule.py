@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from lanterne.causal import words as w
 from lanterne.causal.facts import Facts
 from lanterne.causal.words import Words, cause, evidence
-from lanterne.nouns import Cause
+from lanterne.nouns import Cause, Evidence
 from lanterne.nouns import CauseCategory as C
 
 F64 = NDArray[np.float64]
@@ -57,81 +57,46 @@ def resume(facts: Facts, words: Words) -> list[Cause]:
     loss, lr, update = (row_values(facts, n) for n in ("loss", "lr", "update_ratio"))
     marked = _boundary(facts, words)
     for row in marked or _lr_restarts(lr):
-        before, after = slice(max(0, row - 20), row), slice(row, row + 20)
+        before = slice(max(0, row - 20), row)
         lost = _jump(lr, before, slice(row, row + 3))
         rise, pushed = _jump(loss, before, slice(row, row + 5)), _jump(update, before, slice(row, row + 3))
-        step = int(facts.steps[row])
-        if lost is not None and lost[1] < 0.5 * lost[0] and rise is not None and rise[1] > 1.03 * rise[0]:
-            proof = [
-                evidence(f"the learning rate fell from {lost[0]:.3g} to {lost[1]:.3g} at the resume: its schedule "
-                         f"restarted", value=lost[1], unit="1", baseline=lost[0]),
-                evidence(f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} "
-                         f"there", value=rise[1], unit="1", baseline=rise[0]),
-            ]  # fmt: skip
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.88,
-                    proof,
-                    step=step,
-                    do="diff scheduler and optimizer state before and after the resume",
-                )
-            ]
-        if not marked:
-            continue
         same = lost is None or abs(lost[1] - lost[0]) < 0.25 * abs(lost[0])
-        if pushed is not None and pushed[1] > 1.3 * pushed[0] and same:
-            late = known_values(update[after])[1]
-            proof = [
-                evidence(
-                    f"updates are {pushed[1] / pushed[0]:.2f} times too large after the resume and shrink again "
-                    f"to {late[-1] / pushed[0]:.2f} times, at an unchanged learning rate: the optimizer's step "
-                    f"counter restarted",
-                    value=pushed[1],
-                    unit="1",
-                    baseline=pushed[0],
-                )
-            ]
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.85,
-                    proof,
-                    step=step,
-                    do="compare the optimizer's step counter and moments before and after the resume",
-                )
-            ]
-        noise = _noise(loss[before])
-        if rise is not None and rise[1] > 1.05 * rise[0] and rise[1] - rise[0] > 4 * noise:
-            proof = [
-                evidence(
-                    f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} right at the resume",
-                    value=rise[1],
-                    unit="1",
-                    baseline=rise[0],
-                )
-            ]
-            return [
-                cause(
-                    C.RESUME_STATE_LOST,
-                    0.7,
-                    proof,
-                    step=step,
-                    needs=("the optimizer state (moments, step counter) before and after the resume",),
-                    do="diff the state at the boundary: moments, step counter, scheduler, loader position",
-                )
-            ]
+        needs: tuple[str, ...] = ()
+        if lost is not None and lost[1] < 0.5 * lost[0] and rise is not None and rise[1] > 1.03 * rise[0]:
+            sure, do = 0.88, "diff scheduler and optimizer state before and after the resume"
+            says = f"the learning rate fell from {lost[0]:.3g} to {lost[1]:.3g} at the resume: its schedule restarted"
+            proof = [evidence(says, value=lost[1], unit="1", baseline=lost[0]), _rose(rise)]
+        elif marked and pushed is not None and pushed[1] > 1.3 * pushed[0] and same:
+            sure, do = 0.85, "compare the optimizer's step counter and moments before and after the resume"
+            proof = [_pushed(pushed, known_values(update[row : row + 20])[1])]
+        elif marked and rise is not None and rise[1] > 1.05 * rise[0] and rise[1] - rise[0] > 4 * _noise(loss[before]):
+            sure, do = 0.7, "diff the state at the boundary: moments, step counter, scheduler, loader position"
+            proof, needs = [_rose(rise)], ("the optimizer state (moments, step counter) before and after the resume",)
+        else:
+            continue
+        return [cause(C.RESUME_STATE_LOST, sure, proof, step=int(facts.steps[row]), do=do, needs=needs)]
     return []
 
 
+def _rose(rise: tuple[float, float]) -> Evidence:
+    says = f"the loss jumped from {rise[0]:.4g} to {rise[1]:.4g} right at the resume"
+    return evidence(says, value=rise[1], unit="1", baseline=rise[0])
+
+
+def _pushed(pushed: tuple[float, float], after: F64) -> Evidence:
+    says = (
+        f"updates are {pushed[1] / pushed[0]:.2f} times too large after the resume and go to "
+        f"{after[-1] / pushed[0]:.2f} times, at an unchanged learning rate: the optimizer's step counter restarted"
+    )
+    return evidence(says, value=pushed[1], unit="1", baseline=pushed[0])
+
+
 def _lr_restarts(lr: F64) -> list[int]:
-    """Rows where the learning rate falls to less than a tenth at once and then warms up again."""
+    """Rows where the learning rate falls to less than 0.4 of itself at once and then warms up again."""
     at, x = known_values(lr)
-    out = []
-    for i in range(4, len(x) - 3):
-        if 0 <= x[i] < 0.4 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > 1.3 * x[i]:
-            out.append(int(at[i]))
-    return out[:4]
+    rows = range(4, len(x) - 3)
+    fell = [i for i in rows if 0 <= x[i] < 0.4 * x[i - 1] and x[i + 1] >= x[i] and x[i + 3] > 1.3 * x[i]]
+    return [int(at[i]) for i in fell[:4]]
 
 
 def _jump(x: F64, before: slice, after: slice) -> tuple[float, float] | None:
