@@ -7,20 +7,30 @@ then by saving times confidence. Below a lead the engine says what is missing in
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import networkx as nx
 
-from lanterne.causal import exits, graph, memory, network, numerics, replicas, storage, straggler
+from lanterne.causal import (
+    exits,
+    field,
+    graph,
+    liveness,
+    memory,
+    network,
+    numerics,
+    replicas,
+    storage,
+    straggler,
+)
 from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.causal.finding import Finding, Link, number
 from lanterne.causal.frame import Frame, prepare
 from lanterne.causal.remedies import place, remedy_for
 from lanterne.causal.resolve import resolve
 from lanterne.causal.scoring import CLAIM, LEAD, calibrated
-from lanterne.nouns import Anomaly, Cause, CauseCategory, Subject, Symptom
+from lanterne.nouns import Anomaly, Cause, CauseCategory, EventName, Subject, Symptom
 
 CAUSES_MAX = 8
 STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
@@ -32,6 +42,8 @@ STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
     straggler.findings,
     network.findings,
 )
+
+STOP_EVENTS = frozenset({EventName.STALL, EventName.EXITED, EventName.EXCEPTION})
 
 C = CauseCategory
 FAMILY: dict[CauseCategory, str] = {
@@ -104,18 +116,22 @@ def family_of(category: CauseCategory) -> str:
 
 def _outside(facts: Facts, anomalies: Sequence[Anomaly]) -> list[Finding]:
     """Causes that other modules derive from collectives and logs, as findings."""
-    out = []
-    for name in ("liveness", "field"):
-        try:
-            module = importlib.import_module(f"lanterne.causal.{name}")
-            out += [_wrap(cause) for cause in module.candidates(facts, anomalies)]
-        except ModuleNotFoundError:
-            continue
-    return out
+    return [_wrap(cause, facts) for module in (liveness, field) for cause in module.candidates(facts, anomalies)]
 
 
-def _wrap(cause: Cause) -> Finding:
+def _stopped_at(cause: Cause, facts: Facts) -> int | None:
+    """Step in which a job stopped: that of the rank's own stall or end, else the first that no rank finished."""
+    rank = cause.subject.rank
+    steps = [e.step for e in facts.events if e.rank == rank and e.step >= 0 and e.name in STOP_EVENTS]
+    if steps:
+        return max(steps)
+    return int(facts.steps[-1]) + 1 if len(facts.steps) else None
+
+
+def _wrap(cause: Cause, facts: Facts) -> Finding:
     family = family_of(cause.category)
+    if cause.since_step is None and cause.category in STOPPING and family in {"hang", "crash"}:
+        cause = replace(cause, since_step=_stopped_at(cause, facts))
     if not cause.remedy.says:
         cause = replace(cause, remedy=remedy_for(cause.category, cause.subject))
     says = cause.evidence[0].says if cause.evidence else cause.category.value

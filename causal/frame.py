@@ -56,11 +56,20 @@ class Frame:
         if found is None:
             x = self.facts.series.get(name)
             nothing = np.full(len(self.facts.steps), np.nan)
-            found = nothing if x is None else x[:, column] - self._reference(x, column)
+            found = nothing if x is None else x[:, column] - self._reference(name, x, column)
             self._peer_cache[key] = found
         return found
 
-    def _reference(self, x: Floats, column: int) -> Floats:
+    def _reference(self, name: str, x: Floats, column: int) -> Floats:
+        """Median of the role peers, kept for the other ranks of the role."""
+        if x.shape[1] < ROLE_PEERS_MIN:
+            return self._median_of_peers(x, column)
+        key = f"{name}|{self.stage[column]}"
+        if key not in self._peer_cache:
+            self._peer_cache[key] = self._median_of_peers(x, column)
+        return self._peer_cache[key]
+
+    def _median_of_peers(self, x: Floats, column: int) -> Floats:
         peers = np.flatnonzero(self.stage == self.stage[column])
         if len(peers) < ROLE_PEERS_MIN:
             peers = np.arange(x.shape[1])
@@ -68,6 +77,11 @@ class Frame:
             others = np.delete(peers, np.flatnonzero(peers == column))
             return stats.median(x[:, others], 1) if len(others) else np.zeros(len(x))
         return stats.median(x[:, peers], 1)
+
+
+def slim(x: Floats) -> Floats:
+    """Half the memory for large windows: medians and sums of milliseconds do not need float64."""
+    return x.astype(np.float32) if x.size > 1 << 17 else x
 
 
 def _labels(names: list[str]) -> tuple[Ints, tuple[str, ...]]:
@@ -144,9 +158,9 @@ def prepare(facts: Facts) -> Frame:
     long_steps = long_rows(facts)
     usable = ~long_steps
     usable[: warm_up_rows(facts)] = False
-    step_ms = stats.median(facts.get("step_ms"), 1) if shape[1] else np.full(shape[0], np.nan)
+    step_ms = stats.median(slim(facts.get("step_ms")), 1) if shape[1] else np.full(shape[0], np.nan)
     locator, x = _locator(facts, parallel)
-    x = x.astype(np.float32) if x.size > 1 << 17 else x
+    x = slim(x)
     own = peers_removed(x, stage) if locator and x.size else np.full(shape, np.nan)
     base = stats.rows_median(step_ms[usable][: max(20, int(usable.sum()) // 3)]) if usable.any() else float("nan")
     return Frame(

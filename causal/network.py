@@ -13,7 +13,7 @@ import numpy as np
 
 from lanterne.causal import stats
 from lanterne.causal.finding import Finding, Link, make, number
-from lanterne.causal.frame import Frame
+from lanterne.causal.frame import Frame, slim
 from lanterne.causal.patterns import prior
 from lanterne.causal.stats import Bools, Floats, Ints
 from lanterne.causal.straggler import cost_of
@@ -81,7 +81,9 @@ def _rise(frame: Frame) -> Rise | None:
     rows = np.flatnonzero(frame.usable)
     if x is None or len(rows) < 12 or not np.isfinite(frame.base_step_ms):
         return None
-    y = x[rows]
+    y = slim(x[rows])
+    if not _blocks_rise(y):
+        return None
     sigma = stats.MAD_TO_SIGMA * stats.median(np.abs(np.diff(y, axis=0)), 0) / np.sqrt(2)
     middle = stats.median(y, 0)
     found = stats.split(np.minimum(y, middle + np.maximum(30 * sigma, 2 * frame.base_step_ms)))
@@ -97,6 +99,13 @@ def _rise(frame: Frame) -> Rise | None:
         return None
     steady = float(np.mean(level[at:] - before > 0.4 * (after - before)))
     return Rise(int(rows[at]), hot, before, after, noise, steady) if steady > 0.6 else None
+
+
+def _blocks_rise(y: Floats) -> bool:
+    """A cheap look first: does any rank's block mean reach the factor over another of its own block means?"""
+    known = np.nan_to_num(y)
+    blocks = np.stack([b.mean(0) for b in np.array_split(known, min(12, len(known)))])
+    return bool((blocks.max(0) > RISE_FACTOR_MIN * 0.9 * np.maximum(blocks.min(0), 1e-9)).any())
 
 
 def _host_is_loaded(frame: Frame, rise: Rise) -> bool:

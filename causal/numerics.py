@@ -12,7 +12,7 @@ import numpy as np
 from lanterne.causal import stats
 from lanterne.causal.facts import FactEvent
 from lanterne.causal.finding import Finding, Link, make, number
-from lanterne.causal.frame import Frame
+from lanterne.causal.frame import Frame, slim
 from lanterne.causal.patterns import BY_NAME
 from lanterne.causal.stats import Bools, Floats
 from lanterne.nouns import CauseCategory, EventName, Evidence, Subject
@@ -76,7 +76,9 @@ def _first_nonfinite(frame: Frame) -> tuple[int, list[int], str]:
         x = frame.facts.series.get(name)
         if x is None:
             continue
-        ever = np.isfinite(x).cumsum(0) > 0
+        if np.isfinite(x).all():
+            continue
+        ever = np.logical_or.accumulate(np.isfinite(x), 0)
         gone = ever & ~np.isfinite(x) & (np.isinf(x) | _lasting(x))
         if gone.any():
             row = int(gone.any(1).argmax())
@@ -87,7 +89,9 @@ def _first_nonfinite(frame: Frame) -> tuple[int, list[int], str]:
 
 def _lasting(x: Floats) -> Bools:
     """NaN that lasts to the end of the window in that column: a value that was lost, not one that was not sampled."""
-    lasting: Bools = np.isnan(x)[::-1].cumprod(0)[::-1].astype(bool) & (np.isnan(x).sum(0) >= 2)
+    lasting = np.zeros(x.shape, bool)
+    lost = np.flatnonzero(np.isnan(x[-2:]).all(0)) if len(x) > 1 else np.zeros(0, np.int64)
+    lasting[:, lost] = np.logical_and.accumulate(np.isnan(x[:, lost])[::-1], 0)[::-1]
     return lasting
 
 
@@ -131,7 +135,11 @@ def _nonfinite(frame: Frame) -> Finding | None:
         Evidence(says=says, value=counts[0] if counts else None, unit="elements" if counts else "", baseline=0.0)
     ]
     loss = frame.facts.series.get("loss")
-    if loss is not None and np.isnan(loss[-1]).all() and np.isfinite(loss[: max(1, frame.usable.size // 2)]).any():
+    if (
+        loss is not None
+        and not np.isfinite(loss[-1]).any()
+        and np.isfinite(loss[: max(1, frame.usable.size // 2)]).any()
+    ):
         evidence.append(
             Evidence(says=f"the loss is not a number on all {len(frame.ranks)} ranks at the end of the window")
         )
@@ -315,6 +323,7 @@ def _beyond(frame: Frame, name: str, logarithm: bool) -> Floats | None:
     x = frame.facts.series.get(name)
     if x is None or x.shape[1] < 2 or np.isfinite(x).mean() < 0.3:
         return None
+    x = slim(x)
     with np.errstate(invalid="ignore", divide="ignore"):
         y = np.log(np.where(x > 0, x, np.nan)) if logarithm else x
         beyond = y - stats.median(np.where(np.isfinite(y), y, np.nan), 1)[:, None]

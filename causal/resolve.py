@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
         _after,
         "non-finite values reach every rank through the reduction",
     ),
+    Rule(frozenset({C.FP16_OVERFLOW}), frozenset({C.NONFINITE_VALUES}), _any, "the scaler skips steps that overflow"),
     Rule(
         frozenset({C.CHECKPOINT_STALL, C.STORAGE_SLOW}),
         frozenset({C.RANK_HUNG, *LATE}),
@@ -122,7 +123,7 @@ def resolve(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
     best: dict[object, Finding] = {}
     for f in sorted(findings, key=lambda f: -f.cause.confidence):
         best.setdefault(f.key, f)
-    kept = list(best.values())
+    kept = _specific(list(best.values()))
     causes: list[Finding] = []
     effects: list[Finding] = []
     extra: dict[int, list[Symptom]] = {}
@@ -136,6 +137,16 @@ def resolve(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
         says = f"{f.cause.category.value} of {place(f.cause.subject)}: {rule.says}"
         extra.setdefault(id(owner), []).append(Symptom(kind=f.cause.category.value, says=says, subject=f.cause.subject))
     return [replace(f, symptoms=(*f.symptoms, *extra.get(id(f), ()))) for f in causes], effects
+
+
+def _specific(findings: list[Finding]) -> list[Finding]:
+    """Where one finding of a category names a rank or host, one that names nobody says less and is left out."""
+    placed = {f.cause.category for f in findings if (f.cause.subject.rank, f.cause.subject.host) != (None, None)}
+    return [
+        f
+        for f in findings
+        if (f.cause.subject.rank, f.cause.subject.host) != (None, None) or f.cause.category not in placed
+    ]
 
 
 def _matches(rule: Rule, cause: Finding, effect: Finding) -> bool:

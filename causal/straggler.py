@@ -7,27 +7,33 @@ import numpy as np
 from lanterne.causal import stats
 from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame
+from lanterne.causal.stats import Ints
 from lanterne.causal.timing import Locus, changes, heavy_stage, loci, spread_lead
 from lanterne.causal.upstream import Explained, explain, window_of
 from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom
 
+NOBODY = np.zeros(0, np.int64)
 VICTIMS_MAX = 8
 SAVING_SHARE_MIN = 0.012  # of a step; a straggler that saves less is not reported
 
 
 def findings(frame: Frame) -> list[Finding]:
-    """Stragglers of the window: ranks, hosts, a heavy stage, or a lead that wanders with the token counts."""
-    found = changes(frame)
-    out = [f for f in (_finding(frame, locus) for locus in loci(frame, found)) if f is not None]
-    stage = _stage(frame)
-    if stage is not None:
-        out.append(stage)
-    if not out or max(f.cause.confidence for f in out) < 0.5:
-        wandering = _wandering(frame)
-        if wandering is not None:
-            out = [wandering]
-    shared = _everybody_waits_for_data(frame)
-    return [*out, shared] if shared is not None else out
+    """Stragglers of the window: ranks, hosts, a heavy stage, or a lead that wanders from rank to rank."""
+    pairs = [(locus, _finding(frame, locus)) for locus in loci(frame, changes(frame))]
+    named = [(locus, f) for locus, f in pairs if f is not None]
+    steady = [locus for locus, _ in named if _steady(frame, locus)]
+    wandering = _wandering(frame, np.concatenate([NOBODY, *(locus.columns for locus in steady)]))
+    if wandering is not None:
+        named = [(locus, f) for locus, f in named if locus in steady]
+    rest = (wandering, _stage(frame), _everybody_waits_for_data(frame))
+    return [*(f for _, f in named), *(f for f in rest if f is not None)]
+
+
+def _steady(frame: Frame, locus: Locus) -> bool:
+    """It leads most of its rows, for more than a few: not one of many ranks that are last by turns."""
+    rows = int(locus.change.rows.sum())
+    regular = not locus.change.sporadic or locus.lead_share > 0.9
+    return regular and locus.lead_share > 0.5 and rows >= 10
 
 
 def cost_of(frame: Frame, saving_ms: float, row: int) -> Cost:
@@ -164,16 +170,17 @@ def _victims(frame: Frame, locus: Locus, subject: Subject) -> tuple[Symptom, ...
     w = window_of(frame, locus)
     if wait is None or not w.now.any():
         return ()
-    mean = np.array([stats.rows_mean(wait[w.now, c]) for c in range(len(frame.ranks))])
+    known = np.isfinite(wait[w.now])
+    mean = np.where(known, wait[w.now], 0.0).sum(0) / np.maximum(known.sum(0), 1)
     mean[locus.columns] = np.nan
-    order = [int(i) for i in np.argsort(-np.nan_to_num(mean, nan=-1.0)) if np.isfinite(mean[i]) and mean[i] > 0]
+    order = [int(i) for i in np.argsort(-np.nan_to_num(mean, nan=-1.0))[:VICTIMS_MAX] if mean[i] > 0]
     return tuple(
         Symptom(
             kind="wait",
             says=f"rank {frame.ranks[i]} waits {number(float(mean[i]), 'ms')} a step for {_name(subject)}",
             subject=Subject(rank=int(frame.ranks[i])),
         )
-        for i in order[:VICTIMS_MAX]
+        for i in order
     )
 
 
@@ -200,9 +207,9 @@ def _stage(frame: Frame) -> Finding | None:
     )
 
 
-def _wandering(frame: Frame) -> Finding | None:
-    """A different rank is last each time: token counts, or garbage collection everywhere."""
-    lead = spread_lead(frame)
+def _wandering(frame: Frame, without: Ints) -> Finding | None:
+    """A different rank is last each time: token counts, or collections everywhere. ``without``: columns explained."""
+    lead = spread_lead(frame, without)
     if lead is None:
         return None
     rows = np.arange(len(frame.usable))

@@ -25,6 +25,7 @@ SPORADIC_ROWS_MIN = 4
 SPORADIC_SHARE_MIN = 0.04
 PERSISTENT_SHARE_MIN = 0.15
 LOCI_MAX = 4
+HIDDEN_SHARE = 0.3  # saves less than this of its own loss while the bigger ones are not repaired
 CANDIDATES_MAX = 96
 
 
@@ -161,6 +162,7 @@ def loci(frame: Frame, found: list[Change]) -> list[Locus]:
     x = frame.own[rows] - usual_level
     lead0 = stats.top2(frame.own[base_rows] - usual_level)[1] if len(base_rows) >= 5 else np.zeros(1)
     usual = float(np.median(lead0)) + 2.5 * stats.noise_of(lead0)
+    whole = x.copy()
     out: list[Locus] = []
     while groups and len(out) < LOCI_MAX:
         best = max(groups, key=lambda g: _saving(x, rows, g[1], usual)[0])
@@ -170,7 +172,8 @@ def loci(frame: Frame, found: list[Change]) -> list[Locus]:
         change = max(best[1], key=lambda c: c.shift_ms)
         if best[0] == "host":
             change.row = int(np.median([c.row for c in best[1]]))
-        out.append(Locus(best[0], columns, change, saving, bool(out) and share < 0.3, share))
+        alone = _saving(whole, rows, best[1], usual)[0] if out else saving
+        out.append(Locus(best[0], columns, change, saving, alone < HIDDEN_SHARE * saving, share))
         x[:, columns] = np.minimum(x[:, columns], usual)
     return out
 
@@ -243,12 +246,15 @@ class SpreadLead:
     after_ms: float
 
 
-def spread_lead(frame: Frame) -> SpreadLead | None:
-    """Does somebody lead by more than before, without being the same rank?"""
+def spread_lead(frame: Frame, without: Ints) -> SpreadLead | None:
+    """Does somebody lead by more than before, without being the same rank? ``without``: columns to leave out."""
     rows = np.flatnonzero(frame.usable)
     if len(rows) < 12 or not frame.locator:
         return None
-    lead = stats.top2(frame.own[rows])[1]
+    own = np.delete(frame.own[rows], without, 1)
+    if own.shape[1] < 3:
+        return None
+    lead = stats.top2(own)[1]
     if not np.isfinite(lead).all():
         return None
     sigma = max(stats.noise_of(np.diff(lead)) / np.sqrt(2), 1e-6)
