@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lanterne.backend.readers import plain_pickle
@@ -20,6 +20,7 @@ from lanterne.nouns import Collective
 
 _BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "byte": 1, "char": 1, "bool": 1}
 _P2P = re.compile(r"\b(send|recv)\b\s*(\d+)\s*(?:->|<-)\s*(\d+)")
+_COUNT = re.compile(r"-?\d{1,18}")
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -152,7 +153,9 @@ def collective(entry: Mapping[str, Any], rank: int, group: str) -> Collective:
     """One entry as a Collective. ``shape`` holds ``inputs->outputs``; a completed entry without a time gets entry+1."""
     created = _stamp(entry.get("time_created_ns")) or 1
     done = _stamp(entry.get("time_discovered_completed_ns"))
-    if not done and str(entry.get("state")) == "completed":
+    name = str(entry.get("profiling_name", ""))
+    silent = name.startswith("gloo:") and entry.get("retired") is True  # gloo leaves the state at "scheduled"
+    if not done and (str(entry.get("state")) == "completed" or silent):
         done = created + 1
     dtypes = entry.get("input_dtypes") or []
     dtype = str(dtypes[0]) if isinstance(dtypes, (list, tuple)) and dtypes else str(entry.get("dtype", ""))
@@ -219,18 +222,38 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
         mixed: set[str] = set()
         for number, entry in enumerate(dump.entries):
             local = _group_of(entry)
-            if local not in names:
+            if local not in names and len(names) == 1:  # gloo leaves the name in pg_config empty
+                names[local] = next(iter(names.values()))
+            elif local not in names:
                 names[local] = gather.group(tuple(seen))
                 gather.gap(f"{dump.source.name}: group {local} has no rank list; taken as all dumped ranks")
             _entry(entry, dump, names[local], number, mixed, gather)
+        gloo = any(str(e.get("profiling_name", "")).startswith("gloo:") for e in dump.entries)
         status = {str(k): v for k, v in dump.status.items()}
         for key, local in _status_names(dump).items():
             row = status.get(key)
             group = names.get(local)
-            if isinstance(row, dict) and group and group not in mixed:
-                counts = {k: v for k, v in row.items() if isinstance(v, int) and isinstance(k, str)}
+            if isinstance(row, dict) and group and group not in mixed and not gloo:
+                counts = {k: int(v) for k, v in row.items() if isinstance(k, str) and _COUNT.fullmatch(str(v)[:20])}
                 gather.event("group_status", rank=dump.rank, ref=dump.source.name, extra={**counts, "group": group})
         gather.used += 1
+    _reopen(gather)
+
+
+def _reopen(gather: Gather) -> None:
+    """A symmetric call cannot complete before all members entered it: a retired one that lacks a member had failed."""
+    entered: dict[tuple[str, int], set[int]] = {}
+    for call in gather.collectives:
+        entered.setdefault((call.group, call.sequence), set()).add(call.rank)
+    last: dict[tuple[str, int], int] = {}
+    for call in gather.collectives:
+        key = (call.group, call.rank)
+        last[key] = max(last.get(key, 0), call.sequence)
+    for i, call in enumerate(gather.collectives):
+        guessed = call.completed_ns == call.entered_ns + 1 and last[(call.group, call.rank)] == call.sequence
+        members = set(gather.groups.get(call.group, ()))
+        if guessed and members - entered[(call.group, call.sequence)]:
+            gather.collectives[i] = replace(call, completed_ns=0)
 
 
 def _entry(entry: Mapping[str, Any], dump: Dump, group: str, number: int, mixed: set[str], gather: Gather) -> None:

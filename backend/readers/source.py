@@ -6,8 +6,6 @@ Every read is bounded: text lines are cut at ``limits.LINE_BYTES_MAX``, inflated
 
 from __future__ import annotations
 
-import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -82,17 +80,6 @@ def walk(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def open_binary(path: Path, packed: str) -> BinaryIO:
-    """Open a file and inflate it on the way when ``packed`` says so."""
-    if packed == "gzip":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if packed == "zstd":
-        import zstandard
-
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True))
-    return path.open("rb")
-
-
 def probe(path: Path) -> Source:
     """Read the head of a file. Raises UnreadableInput when it cannot be opened or inflated at all."""
     try:
@@ -107,22 +94,46 @@ def probe(path: Path) -> Source:
 
 
 def chunks(path: Path, packed: str, *, limit: int = INFLATED_BYTES_MAX, block: int = 1 << 20) -> Iterator[bytes]:
-    """Yield the inflated content up to ``limit`` bytes; a cut archive ends the stream without an error."""
+    """Yield the inflated content up to ``limit`` bytes; a cut archive gives all it holds and ends without an error."""
     left = limit
-    with open_binary(path, packed) as stream:
-        while left > 0:
+    for piece in _inflated(path, packed, block):
+        yield piece[:left]
+        left -= len(piece)
+        if left <= 0:
+            return
+
+
+def _inflated(path: Path, packed: str, block: int) -> Iterator[bytes]:
+    with path.open("rb") as raw:
+        if packed == "gzip":
+            yield from _gunzip(raw, block)
+        elif packed == "zstd":
+            import zstandard
+
             try:
-                piece = stream.read(min(block, left))
-            except (EOFError, zlib.error, gzip.BadGzipFile, ValueError):
+                with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as stream:
+                    while piece := stream.read(min(block, 64 << 10)):
+                        yield piece
+            except zstandard.ZstdError:
                 return
-            except Exception as error:
-                if type(error).__name__ == "ZstdError":
-                    return
-                raise
-            if not piece:
-                return
-            left -= len(piece)
+        else:
+            while piece := raw.read(block):
+                yield piece
+
+
+def _gunzip(raw: BinaryIO, block: int) -> Iterator[bytes]:
+    """gzip members one after the other; unlike the gzip module it hands out what stands before a cut."""
+    inflate, data = zlib.decompressobj(31), b""
+    while data := data or raw.read(64 << 10):
+        try:
+            piece = inflate.decompress(data, block)
+        except zlib.error:
+            return
+        if piece:
             yield piece
+        data = inflate.unconsumed_tail or inflate.unused_data
+        if inflate.eof:
+            inflate = zlib.decompressobj(31)
 
 
 def read_all(source: Source, limit: int = limits.READER_MEMORY_BYTES) -> bytes:
