@@ -208,12 +208,18 @@ def _clean_up() -> None:
             continue
 
 
-def _wait_for_shippers(folder: Path) -> None:
-    """Give the shippers of this launch a moment to deliver the end: in a container they die with us."""
+def _wait_for_shippers(folder: Path) -> bool:
+    """Give the shippers of this launch a moment to deliver the end: in a container they die with us.
+
+    True when none of them is left, so that nobody reads the notes and logs in ``folder`` any more.
+    """
     deadline = time.monotonic() + SHIPPER_PATIENCE_S
     served = [Path(note.read_text(encoding="utf-8")) for note in folder.glob("shipper-*")]
-    while any(is_running(session) for session in served) and time.monotonic() < deadline:
+    while any(is_running(session) for session in served):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
+    return True
 
 
 def main(argv: list[str]) -> int:
@@ -232,7 +238,8 @@ def main(argv: list[str]) -> int:
         environ = environment(settings, command, str(folder))
         command = with_tee(command, str(folder / "ranks"))
     code = run(command, environ, folder, tee=not settings.disabled)
-    _wait_for_shippers(folder)
+    if _wait_for_shippers(folder):
+        shutil.rmtree(folder, ignore_errors=True)
     if code >= 0:
         return code
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # one core is enough
