@@ -50,7 +50,7 @@ _session: Session | None = None
 
 
 class Session:
-    """Observes one rank. Made by :func:`attach`; ``identity``, ``settings``, ``folder`` and ``step_number`` may be read.
+    """Observes one rank. Made by :func:`attach`; ``identity``, ``settings`` and ``folder`` may be read.
 
     ``model``, ``optimizer``, ``scaler`` and ``scheduler`` are the user's objects as far as they are known.
     """

@@ -130,7 +130,7 @@ def _backend_sequence(pg: Any) -> int:
 
 
 class Collectives:
-    """Chooses a tier, and keeps the rank sets of groups known to readers. ``tier`` is what writes now ("" = none yet)."""
+    """Chooses a tier and tells readers the rank sets of groups. ``tier`` is what writes now ("" = none yet)."""
 
     def __init__(self, folder: Path, rank: int, ring: Ring, mode: str = "auto") -> None:
         self.tap = TapFile(folder, rank)

@@ -1,4 +1,4 @@
-"""The two tiers without a compiler: torch's process-group hooks (>= 2.14), and wrapped ``torch.distributed`` functions."""
+"""The tiers without a compiler: torch's process-group hooks (>= 2.14), and wrapped ``torch.distributed`` functions."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def install_hooks(writer: PythonWriter, patches: Patches) -> None:
             if number is not None:
                 _when_done(call.work, lambda: writer.leave(number))
 
-        pg.register_pre_hook(HOOK_ID, before)
-        pg.register_post_hook(HOOK_ID, after)
+        hookable: Any = pg  # torch >= 2.14
+        hookable.register_pre_hook(HOOK_ID, before)
+        hookable.register_post_hook(HOOK_ID, after)
 
     def remove() -> None:
         for pg in hooked:

@@ -1,4 +1,4 @@
-"""Data: the time spent waiting for a batch, what the batch is (sample ids or a cheap hash), how much work it carries."""
+"""Data: the time spent waiting for a batch, what the batch is (sample ids or a cheap hash), the work it carries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IDS = "__lanterne_ids__"
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Tensors of a batch in a fixed order: tensors, sequences, mappings and dataclass-like objects, three levels deep."""
+    """Tensors of a batch in a fixed order: tensors, sequences and mappings, three levels deep."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -37,7 +37,7 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def size_of(batch: Any) -> tuple[int, int]:
-    """(samples, tokens) of a batch; tokens are counted where the first tensor holds integer ids ``[samples, length]``."""
+    """(samples, tokens) of a batch; tokens are counted where its tensor holds integer ids ``[samples, length]``."""
     first = next(tensors_in(batch), None)
     if isinstance(batch, dict):
         first = next((batch[k] for k in TOKEN_KEYS if k in batch and hasattr(batch[k], "shape")), first)
@@ -114,23 +114,19 @@ class DataLoaderSource:
             recorder.tokens += tokens
             if not self.meter.allows("fingerprint"):
                 return
-            ids = None
+            ids: list[int] = []
             kept = getattr(iterator, _IDS, None)
             if kept:
                 ids = kept.popleft()
-            print_of = hash((len(ids), *ids[:IDS_HASHED])) & _MASK64 if _hashable(ids) else fingerprint_of_values(batch)
-            if print_of is not None:
-                told = tuple(float(i) for i in ids[:IDS_TOLD]) if _hashable(ids) and ids else ()
+            if not ids or not isinstance(ids[0], int):
+                ids = []
+            mark = hash((len(ids), *ids[:IDS_HASHED])) & _MASK64 if ids else fingerprint_of_values(batch)
+            if mark is not None:
+                told = tuple(float(i) for i in ids[:IDS_TOLD])
                 keys = LIST_KEY + "sample_ids" if told else ""
-                recorder.ring.event(
-                    EventName.BATCH, recorder.step, monotonic_ns(), keys, told, "fingerprint", print_of
-                )  # fmt: skip
+                recorder.ring.event(EventName.BATCH, recorder.step, monotonic_ns(), keys, told, "fingerprint", mark)
         except Exception as error:
             recorder.failed("batch", error)
-
-
-def _hashable(ids: Any) -> bool:
-    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)
 
 
 def sampler_facts(loader: Any) -> dict[str, Any]:

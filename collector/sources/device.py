@@ -53,9 +53,11 @@ class DeviceValues:
             self._report(values, read_now)
             return
         copies = self._copy(tensors)
-        self._wait(
-            tensors[0], lambda _: self._report(values, lambda v: copies[id(v)].item() if id(v) in copies else float(v))
-        )
+
+        def read(value: Any) -> float:
+            return float(copies.get(id(value), value))
+
+        self._wait(tensors[0], lambda _: self._report(values, read))
 
     def later(self, value: torch.Tensor, then: Callable[[list[float]], None]) -> None:
         """Call ``then`` with the values of a small tensor as floats, now on the CPU, else when they have arrived."""
@@ -77,9 +79,9 @@ class DeviceValues:
     def _wait(self, tensor: torch.Tensor, then: Callable[[Read], None]) -> None:
         import torch
 
-        event = None
+        event: Any = None
         if tensor.device.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(tensor.device))
         if len(self._waiting) >= limits.HELD_TENSORS_MAX:
             self._waiting.popleft()

@@ -115,7 +115,7 @@ class Gradients:
         self.recorder.values.update_ratio = ratio
 
     def before_close(self, step: int) -> None:
-        """At the boundary: a checksum of a rotating part of the replicated parameters, at the same steps on all ranks."""
+        """At the boundary: a checksum of a rotating part of the parameters, at the same steps on all ranks."""
         if not self.replicated or not self.sums.due(step) or not self.meter.allows("checksum"):
             return
         began = monotonic_ns()

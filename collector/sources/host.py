@@ -1,4 +1,4 @@
-"""The host: CPU, steal, run queue, network, disk, and a process's own CPU time. Read by the shipper about once a second."""
+"""The host: CPU, steal, run queue, network, disk, a process's own CPU time. Read by the shipper each second."""
 
 from __future__ import annotations
 

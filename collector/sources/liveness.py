@@ -1,7 +1,7 @@
-"""Signs of life and of death inside the trainer: stacks on a signal, torch's worker server, exceptions, memory, garbage.
+"""Signs of life and death inside the trainer: stacks on a signal, torch's worker server, exceptions, memory, garbage.
 
 The stacks are written by faulthandler's C handler, so they come also while the main thread sits in C code or another
-thread holds the interpreter's lock. The handler is put on a real-time signal that nobody uses; the user's handlers stay.
+thread holds the interpreter's lock. The handler is on a real-time signal that nobody uses; the user's handlers stay.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ CUDA_EVERY = 50
 
 
 def sample(pid: int) -> list[Sample]:
-    """(metric, value in bytes, label) of one process now: RSS with its children, its cgroup, /dev/shm. [] once it is gone."""
+    """(metric, bytes, label) of one process now: RSS, its children's, its cgroup's, /dev/shm. [] once it is gone."""
     out: list[Sample] = []
     try:
         process = psutil.Process(pid)
@@ -57,7 +57,8 @@ def cgroup_of(pid: int) -> Path | None:
 def _cgroup(folder: Path) -> list[Sample]:
     out: list[Sample] = []
     for name, label in (
-        ("memory.current", ""), ("memory.usage_in_bytes", ""), ("memory.max", "limit"), ("memory.limit_in_bytes", "limit"),
+        ("memory.current", ""), ("memory.usage_in_bytes", ""),
+        ("memory.max", "limit"), ("memory.limit_in_bytes", "limit"),
     ):  # fmt: skip
         try:
             text = (folder / name).read_text(encoding="ascii").strip()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_replicated(model: Any, world_size: int) -> bool:
-    """Do all ranks of the job hold the same parameters? True only for DDP over the whole world, with no DTensor inside."""
+    """Do all ranks hold the same parameters? True only for DDP over the whole world, with no DTensor inside."""
     group = getattr(model, "process_group", None)
     if not hasattr(model, "reducer") or group is None or world_size < 2 or group.size() != world_size:
         return False

@@ -1,4 +1,4 @@
-"""Wrapping other people's functions and giving them back: every change that the collector makes is undone by one call."""
+"""Wrapping other people's functions and giving them back: every change of the collector's is undone by one call."""
 
 from __future__ import annotations
 

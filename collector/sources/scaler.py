@@ -1,7 +1,7 @@
 """GradScaler: the loss before it is scaled, the scale, and the steps it skips.
 
 On overflow the scaler does not call ``optimizer.step``, so no optimizer hook fires: ``step`` and ``update`` of the
-class are wrapped instead. On a CUDA device scale and overflow flag are copied without waiting and told a few steps late.
+class are wrapped instead. On a CUDA device scale and overflow flag are copied without waiting, and told a bit later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEYS = SEPARATOR.join(("scale_before", "scale_after"))
 
 
 class ScalerSource:
-    """Watches every enabled GradScaler. ``stepping`` is true inside ``scaler.step``; ``end_step`` closes a skipped step."""
+    """Watches every enabled GradScaler. ``stepping`` is true inside ``scaler.step``, ``end_step`` called after it."""
 
     def __init__(self, recorder: Recorder, end_step: Callable[[], None]) -> None:
         self.recorder, self.end_step = recorder, end_step

@@ -24,7 +24,7 @@ LOOK_FOR_SCHEDULER_AT = 2
 
 
 class TrainingHooks:
-    """``driven`` is set while the user marks the steps (``session.steps`` or ``step``); else the optimizer ends them."""
+    """``driven`` is set once the user marks the steps (``session.steps``, ``step``); else the optimizer ends them."""
 
     def __init__(
         self,
