@@ -164,6 +164,7 @@ def diagnose(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> Diagnosis:
     drawn = graph.build(causes, effects)
     scored = [_score(f, drawn) for f in causes]
     kept = sorted((f for f in scored if f.cause.confidence >= LEAD), key=_order)[:CAUSES_MAX]
+    kept = [f for f in kept if f.cause.category is not C.UNKNOWN] or kept  # an abstention yields to a cause
     symptoms = _symptoms(kept, anomalies)
     if not kept:
         return _nothing(frame, anomalies, [f for f in scored if f.cause.confidence > 0], symptoms)
