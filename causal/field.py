@@ -17,6 +17,9 @@ from lanterne.causal.words import Words, cause, evidence, line
 from lanterne.nouns import Anomaly, Cause
 from lanterne.nouns import CauseCategory as C
 
+LIVE = frozenset({"live", "simulator", "spool"})
+"""Sources with full series: there the engine's own stages judge the numbers, not the rules for trainer files."""
+
 _WORLD = re.compile(r"world_size_(\d+)_rank_(\d+)")
 
 
@@ -29,10 +32,10 @@ def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
         *field_host.device(words), *field_host.thermal(words), *_ended_outside(words), *field_host.launch(words),
         *field_host.host(words), *_memory(words), *_storage(words), *field_host.network(words),
     ]  # fmt: skip
-    out = _precede(rules, words)
+    out = _precede(rules)
     out += [] if out else _crash(words)
     if not any(c.confidence >= 0.5 and c.category is not C.UNKNOWN for c in out):
-        out += field_numerics.candidates(facts, words)
+        out += [] if LIVE & set(facts.sources) else field_numerics.candidates(facts, words)
         out += field_agents.pauses(words)
         out += field_agents.gauges(words)
     if refuted:
@@ -43,7 +46,7 @@ def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
     return out
 
 
-def _precede(rules: list[Cause], words: Words) -> list[Cause]:
+def _precede(rules: list[Cause]) -> list[Cause]:
     """Drop effects: allocation and crash after a bad device, everything after a preemption."""
     have = {c.category for c in rules}
     drop: set[C] = set()
@@ -57,7 +60,6 @@ def _precede(rules: list[Cause], words: Words) -> list[Cause]:
         drop |= {C.NETWORK_FAILURE, C.INTERFACE_MISCONFIGURED, C.OUT_OF_MEMORY}
     if have & {C.CHECKPOINT_INCOMPLETE, C.CHECKPOINT_CORRUPT} and C.EXTERNAL_TERMINATION in have:
         drop.add(C.EXTERNAL_TERMINATION)
-    del words
     return [c for c in rules if c.category not in drop]
 
 

@@ -131,7 +131,7 @@ def dead_streams(found: Mapping[str, View]) -> dict[int, tuple[str, int, int]]:
     return dead
 
 
-def _group_waits(view: View, dead: Mapping[int, object], seen: frozenset[int]) -> tuple[list[Wait], Wait | None]:
+def _group_waits(view: View, dead: Mapping[int, object]) -> tuple[list[Wait], Wait | None]:
     """The first call of the group that is entered by some members and not by all."""
     pending = {r: c for r in view.calls if r not in dead and (c := view.pending(r)) is not None}
     if not pending:
@@ -151,7 +151,6 @@ def _group_waits(view: View, dead: Mapping[int, object], seen: frozenset[int]) -
     whole = None
     if not waits and set(pending) == set(view.members) and all(c.sequence == sequence for c in pending.values()):
         whole = _wait(view, first, view.members, ())
-    del seen
     return waits, whole
 
 
@@ -200,7 +199,7 @@ def stall(facts: Facts) -> Stall:
     waits: list[Wait] = []
     whole: list[Wait] = []
     for view in found.values():
-        part, full = _group_waits(view, dead, seen)
+        part, full = _group_waits(view, dead)
         waits.extend(part)
         if full is not None:
             whole.append(full)

@@ -110,7 +110,7 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
         return early
     t = told(facts, words)
     if t is None:
-        return _silent(facts, words, explain_root)
+        return _silent(words)
     proof = _proof(t)
     done = words.said("training_done")
     if done and boundary(t.wait):
@@ -301,9 +301,8 @@ def _store_barrier(words: Words) -> list[Cause]:
     return []
 
 
-def _silent(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
+def _silent(words: Words) -> list[Cause]:
     """No time-out was reported, but a caught failure on one rank and the end of all other logs."""
-    del facts, explain_root
     skipped = words.said("oom_caught")
     stuck = words.said("still_running", "watchdog_terminating", "peer_closed")
     if skipped and stuck:

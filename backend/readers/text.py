@@ -34,7 +34,7 @@ _INLINE = (
 )
 _NCCL = re.compile(r"^(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] NCCL")
 _HOST_PREFIX = re.compile(r"^\s*\[?(?P<host>(?:node|gpu|host|worker|ip|compute|dgx|hgx)[\w.-]*\d)[\]:|]\s")
-_HOST_FIELD = re.compile(r"\b(?:host|hostname|node)\s*[=:]\s*(?P<host>[A-Za-z][\w.-]+)")
+_SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _EXCEPTION = re.compile(
@@ -155,7 +155,10 @@ class TextReader:
             known = self.by_pid.get((nccl["host"], nccl["pid"]))
             return (known if known is not None else rank), text
         host = _HOST_PREFIX.match(text)
-        if host:
+        kernel = _SYSLOG.search(text[:120]) if " kernel:" in text[:140] else None
+        if kernel:
+            self.host = kernel["host"]
+        elif host:
             self.host, said = host["host"], text[host.end() :]
         if "ank" in text or "RANK" in text:
             for inline in _INLINE:
