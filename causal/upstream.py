@@ -174,9 +174,9 @@ def _phase_evidence(frame: Frame, locus: Locus, w: Window, grown: dict[str, floa
         says = f"its {PHASES[name]} takes {number(now, 'ms')}{was}; {number(grown[name], 'ms')} more than its peers'"
         out.append(Evidence(says=says, value=now, unit="ms", baseline=before if np.isfinite(before) else None))
     cpu = _excess(frame, "process_cpu_ms", locus, w)
-    if child != "data_wait_ms" and np.isfinite(cpu):
-        doing = "it computes in that time" if cpu > 0.5 * sum(grown.values()) else "it does not compute in that time"
-        out.append(Evidence(says=f"its CPU time rose by {number(cpu, 'ms')} a step: {doing}", value=cpu, unit="ms"))
+    if child != "data_wait_ms" and cpu > 0.5 * sum(grown.values()):
+        says = f"its CPU time rose by {number(cpu, 'ms')} a step beyond its peers': it computes in that time"
+        out.append(Evidence(says=says, value=cpu, unit="ms", baseline=0.0, ref="process_cpu_ms"))
     return out
 
 
