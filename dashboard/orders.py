@@ -115,6 +115,6 @@ def _register_policies(app: Dash, api: Api) -> None:
             return no_update, no_update
         try:
             done = await control.toggle(api, str(pressed["name"]))
-            return said(done), await control.cards(api)
+            return said(done), await control.listed(api)
         except ApiError as error:
             return refused(error), no_update

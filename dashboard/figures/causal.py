@@ -105,7 +105,7 @@ def elements(answer: Mapping[str, Any], most: int = 60) -> list[dict[str, Any]]:
         place = filled.get(at, 0)
         filled[at] = place + 1
         y = (place - (total[at] - 1) / 2) * ROW
-        data = {"id": str(node["id"]), "label": _short(str(node.get("label") or node["id"])), "role": role(node)}
+        data = {"id": str(node["id"]), "label": _short(plain(str(node.get("label") or node["id"]))), "role": role(node)}
         drawn.append({"data": data, "position": {"x": at * COLUMN, "y": y}})
     for number, edge in enumerate(edges):
         drawn.append({"data": _edge(number, edge)})

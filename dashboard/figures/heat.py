@@ -48,7 +48,7 @@ def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
     own = filled[:, columns] - np.nanmedian(filled[:, columns], axis=0)
     own = own[np.isfinite(own)]
     low, middle = (float(v) for v in np.percentile(found, (1.0, 50.0)))
-    sigma = 1.4826 * float(np.median(np.abs(found - middle)))
+    sigma = 1.4826 * float(np.median(np.abs(own)))
     top = middle + max(float(np.percentile(own, 99.5)), CLIP_SIGMA * sigma)
     return low, top if top > low else low + 1.0
 

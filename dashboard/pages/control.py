@@ -23,45 +23,32 @@ def _actions(policy: Mapping[str, Any]) -> str:
     )
 
 
-def card(policy: Mapping[str, Any]) -> parts.Node:
-    """One policy: when it acts, what it does, what holds it back, and how it stands now."""
+def row(policy: Mapping[str, Any]) -> list[parts.Node]:
+    """One policy: what for, what it does, what holds it back, how it stands now; the whole of it folds open."""
     state = policy.get("state") or {}
-    breaker = str(state.get("breaker") or "closed")
-    used, budget = state.get("used"), policy.get("budget")
-    mode = str(policy.get("mode") or "")
-    facts = {
-        "for": ", ".join(words.plain(str(c)) for c in policy.get("causes") or ()) or words.NONE,
-        "when": html.Code(str(policy.get("when") or "always")),
-        "does": _actions(policy),
-        "budget": f"{words.number(used)} of {words.number(budget)} used in {words.seconds(policy.get('budget_s'))}",
-        "cool-down": words.seconds(policy.get("cool_down_s")),
-        "confidence at least": words.percent(policy.get("confidence"), 0),
-        "last": words.day_and_clock(state.get("last")) if state.get("last") else "never",
-    }
-    head = [
-        html.H3(str(policy.get("name"))),
-        parts.chip(mode, MODES.get(mode, "calm")),
-        parts.chip("enabled", "good", "✓") if policy.get("enabled") else parts.chip("disabled", "calm", "–"),
-        parts.chip("breaker open", "bad", "✕") if breaker == "open" else "",
-        html.Span(f"version {policy.get('version')}", className="note"),
+    mode, enabled = str(policy.get("mode") or ""), bool(policy.get("enabled"))
+    whole = {k: v for k, v in policy.items() if k != "state"}
+    breaker = parts.chip("breaker open", "bad", "✕") if state.get("breaker") == "open" else ""
+    switch = parts.chip("on", "good", "✓") if enabled else parts.chip("off", "calm", "–")
+    key = {"type": "policy", "name": str(policy.get("name"))}
+    return [
+        html.Details(
+            [
+                html.Summary([html.Strong(str(policy.get("name"))), html.Small(f" version {policy.get('version')}")]),
+                html.P(str(policy.get("says") or "")),
+                html.Pre(html.Code(json.dumps(whole, indent=2, ensure_ascii=False))),
+            ]
+        ),
+        ", ".join(words.plain(str(c)) for c in policy.get("causes") or ()) or words.NONE,
+        _actions(policy),
+        html.Span([parts.chip(mode, MODES.get(mode, "calm")), switch, breaker], className="chips"),
+        words.percent(policy.get("confidence"), 0),
+        f"{words.number(state.get('used'))} of {words.number(policy.get('budget'))} in "
+        f"{words.seconds(policy.get('budget_s'))}",
+        words.seconds(policy.get("cool_down_s")),
+        words.day_and_clock(state.get("last")) if state.get("last") else "never",
+        parts.button("Disable" if enabled else "Enable", key),
     ]
-    toggle = parts.button(
-        "Disable" if policy.get("enabled") else "Enable", {"type": "policy", "name": str(policy.get("name"))}
-    )
-    return html.Article(
-        [
-            html.Div([*head, html.Div(toggle, className="tools")], className="title-row"),
-            html.P(str(policy.get("says") or "")),
-            parts.facts(facts),
-            html.Details(
-                [
-                    html.Summary("as data"),
-                    html.Pre(html.Code(json.dumps({k: v for k, v in policy.items() if k != "state"}, indent=2))),
-                ]
-            ),
-        ],
-        className="panel padded",
-    )
 
 
 async def policies(api: Api, view: View, now: datetime, base: str) -> list[parts.Node]:
@@ -72,14 +59,18 @@ async def policies(api: Api, view: View, now: datetime, base: str) -> list[parts
             className="title-row",
         ),
         html.Div(id="policy-done", **parts.aria(live="polite")),
-        html.Div(await cards(api), id="policies-live", className="cards"),
+        html.Div(await listed(api), id="policies-live"),
     ]
 
 
-async def cards(api: Api) -> list[parts.Node]:
-    """The policies as cards."""
+async def listed(api: Api) -> list[parts.Node]:
+    """The policies as a table."""
     found = await api.items("policies")
-    return [card(p) for p in found] or [html.P("No policy is in force.", className="dim")]
+    if not found:
+        return [html.P("No policy is in force.", className="dim")]
+    head = ["Policy", "For", "Does", "Mode", "Confidence", "Budget used", "Cool-down", "Last", ""]
+    table = parts.table(head, [row(p) for p in found], numeric=(4,), says="Policies")
+    return [parts.panel("In force", table, note=f"{len(found)}")]
 
 
 async def toggle(api: Api, name: str) -> str:
