@@ -6,6 +6,8 @@ also measures itself. Over budget, sources are switched off in the order of :dat
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from time import monotonic_ns
 
 from lanterne.collector.ring import Ring
@@ -28,6 +30,8 @@ class OverheadMeter:
         self.on, self.spent = False, 0
         self.shed: list[str] = []
         self.hooks_ns = self.boundary_ns = self.step_ns = 0.0
+        self._boundaries: deque[int] = deque(maxlen=2 * SHADOW_EVERY)
+        self._hooks: deque[int] = deque(maxlen=8)
         self._steps = self._since = 0
 
     def allows(self, source: str) -> bool:
@@ -36,23 +40,19 @@ class OverheadMeter:
 
     @property
     def cost_ns(self) -> float:
-        """Smoothed cost of the collector a step, in ns."""
+        """Cost of the collector a step in ns: hooks and boundary, undisturbed (the lower quartile of recent ones)."""
         return self.hooks_ns + self.boundary_ns
 
     def step_closed(self, step: int, took_ns: int, boundary_ns: int) -> None:
         """Account one step of ``took_ns``, of which the boundary took ``boundary_ns``."""
         steps = self._steps = self._steps + 1
-        weight = 0.1 if steps > 10 else 1.0 / steps
-        if steps > 10:  # a boundary during which the core was taken away says nothing about our cost
-            boundary_ns = min(boundary_ns, int(4 * self.boundary_ns))
-        self.boundary_ns += weight * (boundary_ns - self.boundary_ns)
-        self.step_ns += weight * (took_ns - self.step_ns)
+        self.step_ns += (took_ns - self.step_ns) * (0.1 if steps > 10 else 1.0 / steps)
+        self._boundaries.append(boundary_ns)
         if self.on:
-            shadows = steps // SHADOW_EVERY
-            weight = 0.3 if shadows > 3 else 1.0 / max(1, shadows)
-            if shadows > 3:
-                self.spent = min(self.spent, int(4 * self.hooks_ns))
-            self.hooks_ns += weight * (self.spent - self.hooks_ns)
+            self._hooks.append(self.spent)
+            # a run during which the core was taken away says nothing about our cost
+            self.hooks_ns = _lower_quartile(self._hooks)
+            self.boundary_ns = _lower_quartile(self._boundaries)
             self.ring.metric("lanterne.collector.time", step - 1, monotonic_ns(), self.cost_ns * 1e-9)
             self._decide(step)
         self.spent = 0
@@ -68,3 +68,8 @@ class OverheadMeter:
         said = {"source": source, "overhead_us": round(self.cost_ns / 1e3, 1), "budget_us": round(allowed / 1e3, 1)}
         self.ring.note(EventName.SHED, step, monotonic_ns(), said)
         self.ring.count("shed")
+
+
+def _lower_quartile(values: Iterable[int]) -> float:
+    ordered = sorted(values)
+    return float(ordered[len(ordered) // 4])

@@ -126,12 +126,12 @@ class Session:
         """``rank-N.json``: who this is, and the doors by which the shipper may look in."""
         rank = self.identity.rank
         stacks = self._try("stacks", lambda: register_stacks(self.folder / f"rank-{rank}.stacks")) or 0
-        server = self._worker_server = WorkerServer(self.folder, rank)
+        server = self._worker_server = WorkerServer(self.folder, rank) if self.identity.world_size > 1 else None
         public = {k: v for k, v in asdict(self.settings).items() if k != "token"}
         about = {
             "identity": asdict(self.identity), "pid": self._pid, "endpoint": self.settings.endpoint, "settings": public,
             "clock": {"monotonic_ns": self.ring.clock_pair[0], "unix_ns": self.ring.clock_pair[1]},
-            "stacks_signal": stacks, "worker_server": server.path,
+            "stacks_signal": stacks, "worker_server": server.path if server is not None else "",
         }  # fmt: skip
         path = self.folder / f"rank-{rank}.json"
         temporary = path.with_suffix(f".{self._pid}")
@@ -330,6 +330,8 @@ class Session:
             self._try("checkpoints", self._checkpoints.finish)
             self._try("hooks", self._patches.undo)
             self._try("collectives", self.collectives.stop)
+            if self._worker_server is not None:
+                self._try("worker server", self._worker_server.stop)
             self.put_event(EventName.CLOSED, attributes={"step": self.recorder.step, "failed": self._exceptions.seen})
             self.ring.say_closed()
             self.enabled = False
