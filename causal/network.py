@@ -1,8 +1,9 @@
 """Slow links: the transfer after the last arrival grew and nobody is late.
 
 Which member of a ring is to blame cannot be told from start and end stamps alone: what narrows it down is which
-groups are hot (tomography over hosts and switches), retransmits, and a rank whose own completions trail its peers'.
-Where none of these speaks, the group is named and the diagnosis says what would settle it.
+groups are hot (tomography over hosts and switches), retransmits, and bytes that pile up in a rank's send queue. Late
+completions do not: in a real gloo ring it is the slow sender's neighbour that completes last. Where nothing speaks,
+the group is named and the diagnosis says what would settle it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ RISE_SHARE_MIN = 0.04  # of a step
 RISE_FACTOR_MIN = 1.43  # bandwidth below 70% of what it was (DESIGN.md section 6)
 RISE_SIGMAS_MIN = 4.0
 HOT_SHARE = 0.5
-TRAILS_MS_MIN = 0.5
 
 
 @dataclass(slots=True)
@@ -143,9 +143,6 @@ def _locate(frame: Frame, rise: Rise, now: Bools, before: Bools) -> tuple[Subjec
             narrow, value = piled
             says = f"{label} {_words(narrow)} rose by {number(value, unit)} beyond the other ranks'"
             return narrow, 0.97, [Evidence(says=says, value=value, unit=unit, baseline=0.0, ref=name)]
-    trailing = _trailing(frame, now, before)
-    if trailing is not None:
-        return trailing
     if len(rise.hot) < 0.8 * len(frame.ranks):
         place = _place(frame, rise.hot)
         if place is not None:
@@ -196,23 +193,6 @@ def _hot_hosts(frame: Frame, hot: Ints) -> list[int]:
     size = np.bincount(frame.host, minlength=len(frame.hosts))
     count = np.bincount(frame.host[hot], minlength=len(frame.hosts))
     return [int(h) for h in np.flatnonzero(count > HOT_SHARE * size)]
-
-
-def _trailing(frame: Frame, now: Bools, before: Bools) -> tuple[Subject, float, list[Evidence]] | None:
-    """A rank whose own completions trail its peers' since the rise: its end of the link is the slow one."""
-    x = frame.facts.series["transfer_ms"]
-    if x.shape[1] < 3:
-        return None
-    beyond = x - stats.median(x, 1)[:, None]
-    rise = stats.median(beyond[now], 0) - stats.median(beyond[before], 0)
-    who, first, second = (float(v[0]) for v in stats.top2(rise[None]))
-    noise = float(stats.spread(beyond[before], 0).max())
-    if first < max(TRAILS_MS_MIN, 4 * noise, 0.05 * frame.base_step_ms) or first < 3 * max(second, 0.0):
-        return None
-    rank = int(frame.ranks[int(who)])
-    says = f"rank {rank} completes {number(first, 'ms')} a step after its peers, before it did not"
-    evidence = [Evidence(says=says, value=first, unit="ms", baseline=0.0, ref="transfer_ms")]
-    return Subject(rank=rank, host=frame.hosts[int(frame.host[int(who)])] or None), 0.9, evidence
 
 
 def _nobody_late(frame: Frame, now: Bools, before: Bools) -> Evidence:
