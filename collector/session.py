@@ -107,7 +107,7 @@ class Session:
         self._checkpoints = CheckpointSource(recorder)
         self._exceptions = Exceptions(recorder)
         recorder.before_close.append(gradients.before_close)
-        recorder.at_boundary += [self.collectives.look, self._every_so_often]
+        recorder.at_boundary += [self.collectives.look, self._checkpoints.look, self._every_so_often]
         self._try("training hooks", lambda: hooks.install(patches, self.model))
         self._try("data loader", lambda: self._data.install(patches))
         self._try("checkpoints", lambda: self._checkpoints.install(patches))

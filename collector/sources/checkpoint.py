@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 import zipfile
@@ -27,6 +28,7 @@ VERIFY_DELAY_S = 0.5
 """A corruption that follows the save closely shall be met, and the save's own traffic shall be over."""
 CHUNK_BYTES = 1 << 20
 FILES_MAX = 4_096
+LOOK_EVERY = 32
 
 
 def verify(path: Path) -> tuple[bool, str, int]:
@@ -78,17 +80,22 @@ class CheckpointSource:
         self._queue: queue.SimpleQueue[tuple[Path, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._depth = 0
+        self._dcp: Any = None
 
     def install(self, patches: Patches) -> None:
-        """Wrap ``torch.save``, and ``torch.distributed.checkpoint.save`` where it is there."""
+        """Wrap ``torch.save``; the distributed saver is wrapped by :meth:`look` once the user has imported it."""
         import torch
 
+        self._patches = patches
         patches.wrap(torch, "save", lambda original: self._timed(original, _save_target))
-        try:
-            import torch.distributed.checkpoint as dcp
-        except ImportError:
-            return
-        patches.wrap(dcp, "save", lambda original: self._timed(original, _dcp_target))
+        self.look(0)
+
+    def look(self, step: int) -> None:
+        """At a step boundary: has ``torch.distributed.checkpoint`` been imported? We do not: it takes seconds."""
+        if step % LOOK_EVERY == 0 and self._dcp is None:
+            self._dcp = sys.modules.get("torch.distributed.checkpoint")
+            if self._dcp is not None:
+                self._patches.wrap(self._dcp, "save", lambda original: self._timed(original, _dcp_target))
 
     def _timed(self, original: Callable[..., Any], target: Callable[..., Path | None]) -> Callable[..., Any]:
         recorder = self.recorder
