@@ -194,6 +194,8 @@ def _order(finding: Finding) -> tuple[bool, float]:
     stops = (finding.stops or cause.category in STOPPING) and cause.confidence >= 0.5
     if cause.category in RUINING:
         impact = 1.0
+    elif cause.category is C.SEED_MISMATCH:
+        impact = 0.0  # it makes runs differ; it slows and stops nothing
     elif cause.cost.slowdown:
         impact = 1 - 1 / cause.cost.slowdown
     else:
