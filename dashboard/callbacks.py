@@ -133,6 +133,10 @@ def _register_live(app: Dash, api: Api) -> None:
         redraw = fresh != mark and tick % 3 == 0
         return body, fresh if redraw else no_update
 
+    _register_live_incidents(app, api)
+
+
+def _register_live_incidents(app: Dash, api: Api) -> None:
     @app.callback(
         Output("incident-live", "children"),
         Output("notes", "children"),

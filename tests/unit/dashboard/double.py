@@ -133,41 +133,7 @@ def rank(r: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def create(jobs: int = 3) -> FastAPI:
-    """The stand-in; unknown jobs and incidents are 404 problems."""
-    app = FastAPI()
-    found = {f"{'llama' if n == 0 else f'job-{n}'}": job("llama" if n == 0 else f"job-{n}") for n in range(jobs)}
-
-    def missing(what: str) -> JSONResponse:
-        return JSONResponse({"title": "Not Found", "status": 404, "detail": f"there is no {what}"}, 404)
-
-    @app.get("/api/v1/jobs")
-    def list_jobs() -> Any:
-        return {"items": list(found.values()), "next": None}
-
-    @app.get("/api/v1/jobs/{name}")
-    def one_job(name: str) -> Any:
-        return found.get(name) or missing(f"job {name}")
-
-    @app.get("/api/v1/jobs/{name}/incidents")
-    @app.get("/api/v1/incidents")
-    def incidents(name: str = "") -> Any:
-        return {"items": [incident()] if jobs else [], "next": None}
-
-    @app.get("/api/v1/jobs/{name}/metrics")
-    def metrics(name: str, aggregate: str = "none") -> Any:
-        return metric("training.loss", aggregate) | {
-            "names": [{"name": "training.loss", "unit": "1", "ranks": 8, "points": 3}]
-        }
-
-    @app.get("/api/v1/jobs/{name}/heatmap")
-    def heat(name: str, metric: str) -> Any:
-        return heatmap(metric)
-
-    @app.get("/api/v1/jobs/{name}/ranks")
-    def ranks(name: str) -> Any:
-        return {"items": [rank(r) for r in range(8)], "next": None}
-
+def _more(app: FastAPI) -> None:
     @app.get("/api/v1/jobs/{name}/events")
     def events(name: str) -> Any:
         one = {
@@ -227,6 +193,42 @@ def create(jobs: int = 3) -> FastAPI:
     def tokens() -> Any:
         return {"items": [{"id": "ab", "scopes": ["read"], "label": EVIL}], "next": None}
 
+
+def create(jobs: int = 3) -> FastAPI:
+    """The stand-in; unknown jobs and incidents are 404 problems."""
+    app = FastAPI()
+    found = {f"{'llama' if n == 0 else f'job-{n}'}": job("llama" if n == 0 else f"job-{n}") for n in range(jobs)}
+
+    def missing(what: str) -> JSONResponse:
+        return JSONResponse({"title": "Not Found", "status": 404, "detail": f"there is no {what}"}, 404)
+
+    @app.get("/api/v1/jobs")
+    def list_jobs() -> Any:
+        return {"items": list(found.values()), "next": None}
+
+    @app.get("/api/v1/jobs/{name}")
+    def one_job(name: str) -> Any:
+        return found.get(name) or missing(f"job {name}")
+
+    @app.get("/api/v1/jobs/{name}/incidents")
+    @app.get("/api/v1/incidents")
+    def incidents(name: str = "") -> Any:
+        return {"items": [incident()] if jobs else [], "next": None}
+
+    @app.get("/api/v1/jobs/{name}/metrics")
+    def metrics(name: str, aggregate: str = "none") -> Any:
+        return metric("training.loss", aggregate) | {
+            "names": [{"name": "training.loss", "unit": "1", "ranks": 8, "points": 3}]
+        }
+
+    @app.get("/api/v1/jobs/{name}/heatmap")
+    def heat(name: str, metric: str) -> Any:
+        return heatmap(metric)
+
+    @app.get("/api/v1/jobs/{name}/ranks")
+    def ranks(name: str) -> Any:
+        return {"items": [rank(r) for r in range(8)], "next": None}
+
     @app.get("/api/v1/jobs/{name}/steps/{n}")
     def one_step(name: str, n: int) -> Any:
         return step(n)
@@ -239,4 +241,5 @@ def create(jobs: int = 3) -> FastAPI:
     def graph(key: str) -> Any:
         return GRAPH
 
+    _more(app)
     return app
