@@ -162,6 +162,8 @@ def estimate(
     count = len(set(unit.values()))
     if count <= 1:
         return _one_clock(unit, calls, snapshots)
+    if not len(calls) and not snapshots:
+        return _no_evidence(unit)
     rows, keys, base = _prepare(calls, unit, snapshots, window_ns)
     low, high = _propagate(rows, keys, window_ns, DRIFT_MAX_PPM * 1e-6)
     point = _points(rows, keys, low, high)
@@ -187,6 +189,20 @@ def _one_clock(unit: Mapping[int, int], calls: Calls, snapshots: Sequence[Snapsh
         offset_ns=np.zeros(1),
         error_ns=np.array([float(SAME_HOST_ERROR_NS)]),
         drift_ppm=np.zeros(1),
+    )
+
+
+def _no_evidence(unit: Mapping[int, int]) -> Clocks:
+    """Several clocks and nothing that ties them: offset 0, error 2**60."""
+    units = np.array(sorted(set(unit.values())), np.int64)
+    zero = np.zeros(len(units))
+    return Clocks(
+        unit=unit,
+        key_unit=units,
+        begin_ns=np.zeros(len(units), np.int64),
+        offset_ns=zero,
+        error_ns=np.full(len(units), UNKNOWN_NS),
+        drift_ppm=zero,
     )
 
 

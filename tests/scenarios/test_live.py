@@ -39,8 +39,10 @@ def test_the_fault_is_named(house: House, fault: str, category: str, rank: int |
     assert not report.healthy
     cause = report.incidents[0].causes[0]
     assert (cause.category.value, cause.subject.rank) == (category, rank), report.verdict
-    assert cause.since_step is not None and abs(cause.since_step - 60) <= 40
-    assert cause.evidence and cause.remedy.says
+    assert cause.since_step is not None
+    assert abs(cause.since_step - 60) <= 40
+    assert cause.evidence
+    assert cause.remedy.says
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -49,7 +51,8 @@ def test_a_healthy_job_raises_nothing(house: House, seed: int) -> None:
 
     assert house.control.incidents("j") == []
     report = house.report("j")
-    assert report.healthy and report.incidents == ()
+    assert report.healthy
+    assert report.incidents == ()
     assert report.ranks_seen == report.ranks_expected == 4
 
 
