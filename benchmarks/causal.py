@@ -258,9 +258,9 @@ def main() -> None:
     arguments = parser.parse_args()
     quick = arguments.quick
     figures = [
-        *accuracy(range(100, 101 if quick else 105)),
-        *two_faults(6 if quick else 40),
-        *healthy(6 if quick else 60),
+        *accuracy(range(100, 101 if quick else 103)),
+        *two_faults(4 if quick else 24),
+        *healthy(4 if quick else 24),
         *speed(quick),
         *public(arguments.data),
     ]
