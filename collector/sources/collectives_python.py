@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ _CALLS = {
     "gather": "gather", "scatter": "scatter", "barrier": "barrier", "send": "send", "isend": "send", "recv": "recv",
     "irecv": "recv",
 }  # fmt: skip
-"""Public function -> op of the record. A wrapper inside a wrapper (all_gather calls nothing public) does not occur."""
+"""Public function -> op of the record."""
+_inside = threading.local()
 _SIDE = {"gather": 0, "scatter": 0, "alltoall": 1, "alltoall_base": 1}
 """Which tensor argument has the same size on every rank; elsewhere it is the largest (as in tap.cpp)."""
 
@@ -91,6 +93,15 @@ def install_wrappers(writer: PythonWriter, patches: Patches) -> None:
 def _maker(writer: PythonWriter, op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(_inside, "call", False):  # send calls isend: one call, one record
+                return original(*args, **kwargs)
+            _inside.call = True
+            try:
+                return outermost(*args, **kwargs)
+            finally:
+                _inside.call = False
+
+        def outermost(*args: Any, **kwargs: Any) -> Any:
             try:
                 number = _begin(writer, op, args, kwargs)
             except Exception:  # a private detail of torch changed: the call itself must go on
@@ -121,11 +132,19 @@ def _begin(writer: PythonWriter, op: str, args: tuple[Any, ...], kwargs: dict[st
     sides = [side for side in sides if side] or [[]]
     largest = max(sides, key=lambda side: sum(t.nbytes for t in side))
     tensors = sides[min(_SIDE[op], len(sides) - 1)] if op in _SIDE else largest
-    peer = -1
-    if op in {"send", "recv"}:
-        to = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
-        peer = dist.get_group_rank(pg, to) if isinstance(to, int) and pg is not dist.group.WORLD else int(to or 0)
+    peer = _peer(pg, args, kwargs) if op in {"send", "recv"} else -1
     return writer.enter(pg, op, tensors, peer)
+
+
+def _peer(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The other side's rank within the group; -1 where any sender will do."""
+    import torch.distributed as dist
+
+    within = kwargs.get("group_dst", kwargs.get("group_src"))
+    if within is not None:
+        return int(within)
+    to = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
+    return dist.get_group_rank(pg, to) if isinstance(to, int) else -1
 
 
 def _flat(values: Any) -> list[Any]:

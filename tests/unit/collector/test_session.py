@@ -69,7 +69,9 @@ def test_a_plain_loop_shows_steps_phases_loss_and_rate(settings: dict[str, Any])
         assert [e.step for e in found if e.kind is Kind.PHASE and e.name == phase][:20] == list(range(20)), phase
     assert list(series(found, "training.loss").values()) == pytest.approx(kept, rel=1e-6)
     assert set(series(found, "training.lr").values()) == {0.1}
-    assert sorted(series(found, "training.grad_norm")) == [0, 5, 10, 15]
+    norms = series(found, "training.grad_norm")  # every fifth step, or rarer: steps of this toy are very short
+    assert 0 in norms
+    assert all(step % 5 == 0 and norm > 0 for step, norm in norms.items())
     assert series(found, "training.samples")[3] == 4
     batches = [e for e in found if e.name == "batch"]
     assert batches[1].attributes["sample_ids"] == "4,5,6,7"
@@ -232,8 +234,8 @@ LOOP = """
 import json, sys, torch, lanterne
 torch.manual_seed(3)
 if sys.argv[1] == "on":
-    session_of = lambda m, o: lanterne.attach(m, o, dir=sys.argv[2], job="same", shipper="none", commands=False, tap="off",
-                                              grad_norm_every=1)
+    quiet = {"job": "same", "shipper": "none", "commands": False, "tap": "off"}
+    session_of = lambda m, o: lanterne.attach(m, o, dir=sys.argv[2], grad_norm_every=1, **quiet)
 else:
     session_of = lambda m, o: lanterne.attach(disabled=True)
 model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 1))
@@ -266,7 +268,7 @@ def test_an_exception_ends_the_process_as_before_and_is_kept(tmp_path: Path) -> 
     script = (
         "import lanterne, sys\n"
         "lanterne.attach(dir=sys.argv[1], job='boom', shipper='none', commands=False, tap='off')\n"
-        "raise RuntimeError('[enforce fail] DefaultCPUAllocator: can\\'t allocate memory: you tried to allocate 9 bytes')\n"
+        "raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes')\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1
