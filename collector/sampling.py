@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lanterne.collector.local_rank import LocalRank
-from lanterne.collector.sources import memory
+from lanterne.collector.sources import memory, sockets
 from lanterne.collector.sources.gpu import GpuSource
 from lanterne.collector.sources.host import HostSource
 from lanterne.nouns import Event, EventName
@@ -56,6 +56,7 @@ class Sampler:
         for place, rank in enumerate(ranks):
             samples: list[Sample] = [s for s in host if place == 0 or s[0] in _FOR_EVERY_RANK]
             samples += self._try("memory", partial(memory.sample, rank.process.pid)) or []
+            samples += self._try("sockets", partial(sockets.sample, rank.process.pid)) or []
             label = f"gpu{gpu_index(rank)}" if gpu else ""
             samples += [s for s in gpu if s[2] == label]
             step = rank.watch.look.step if rank.watch.look is not None else -1

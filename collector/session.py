@@ -69,6 +69,7 @@ class Session:
         self._hooks: TrainingHooks | None = None
         self._worker_server: WorkerServer | None = None
         self._told_data = False
+        self._seed_told = False
 
     # --- starting ---------------------------------------------------------------------------------
 
@@ -88,6 +89,7 @@ class Session:
         self._write_about()
         self.enabled = True
         self._tell_attached()
+        self.on_step_boundary(self._tell_seed_once)
         self._try("collectives", collectives.start)
         self._try("process groups", collectives.name_groups)
         self._start_helpers()
@@ -156,7 +158,6 @@ class Session:
                 facts["scheduler"] = type(self.scheduler).__name__
             facts["script"] = sys.argv[0] if sys.argv else ""
             self.put_event(EventName.ATTACHED, attributes=facts)
-            self.put_event(EventName.SEED, attributes=seed_facts() | sampler_facts(self.dataloader))
 
         self._try("attached", tell)
 
@@ -313,7 +314,17 @@ class Session:
     def _tell_data(self, loader: Any) -> None:
         if loader is not self.dataloader:
             self.dataloader = loader
-            self.put_event(EventName.SEED, attributes=seed_facts() | sampler_facts(loader))
+            if self._seed_told:
+                self._tell_seed()
+
+    def _tell_seed_once(self, _step: int) -> None:
+        """At the first boundary: only then has the loop surely seeded everything that it seeds."""
+        if not self._seed_told:
+            self._tell_seed()
+
+    def _tell_seed(self) -> None:
+        self._seed_told = True
+        self.put_event(EventName.SEED, attributes=seed_facts() | sampler_facts(self.dataloader))
 
     # --- the end ----------------------------------------------------------------------------------
 

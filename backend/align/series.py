@@ -51,13 +51,15 @@ GAUGES: Mapping[str, Gauge] = {
     "system.cpu.utilization": Gauge("host_cpu_percent", 100.0),
     "system.cpu.steal": Gauge("host_steal_percent", 100.0),
     "system.cpu.runqueue": Gauge("host_runqueue"),
-    "process.cpu.time": Gauge("process_cpu_ms", 1e3, counter=True),
-    "process.gc.time": Gauge("gc_ms", 1e3, counter=True),
+    "process.cpu.time": Gauge("process_cpu_ms", 1e3),
+    "process.gc.time": Gauge("gc_ms", 1e3),
     "system.network.retransmits": Gauge("net_retries", counter=True),
+    "system.network.send_queue": Gauge("send_queue_bytes"),
     "system.disk.io_time": Gauge("disk_ms", 1e3, counter=True),
 }
 _NUMERIC = frozenset({"loss", "grad_norm", "grad_norm_local", "parameter_checksum", "update_ratio"})
-_ALWAYS_BY_STEP = frozenset({"loss", "grad_norm", "grad_norm_local", "grad_nonfinite", "parameter_checksum"})
+_TOLD_BY_STEP = frozenset({"process.cpu.time", "process.gc.time"})
+"""Beside ``training.*``: what the rank itself reports of each step. The rest is sampled beside it, by time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ def _covered(rank: Ints, begin: Ints, end: Ints, use: np.ndarray) -> Floats:
 
 
 def metrics(frame: Frame, axes: Grid) -> dict[str, Floats]:
-    """Gauges and counters by step; points without a step fall into the step that ran at their time."""
+    """Gauges and counters by step; what is sampled beside the training falls into the step that ran at its time."""
     points, series = frame.points, {}
     for code, name in enumerate(points.name.values):
         gauge = GAUGES.get(name)
@@ -170,7 +172,7 @@ def metrics(frame: Frame, axes: Grid) -> dict[str, Floats]:
             value = np.where(np.isnan(value), np.inf, value)  # recorded as not a number: NaN means unknown here
         if gauge.counter:
             series[gauge.series] = _counted(axes, rank, at, value)
-        elif (step > NO_STEP).any() or gauge.series in _ALWAYS_BY_STEP:
+        elif name.startswith("training.") or name in _TOLD_BY_STEP:
             found = axes.blank()
             cell, on = axes.cells(step, rank)
             order = np.argsort(at[on], kind="stable")
