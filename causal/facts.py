@@ -129,7 +129,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """An edge of the explanation graph. ``kind``: structure | resource | learned | pattern; ``refused`` says why not used."""
+    """An edge of the explanation graph. ``kind``: structure | resource | learned | pattern; ``refused``: why not used."""
 
     source: str
     target: str

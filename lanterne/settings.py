@@ -43,7 +43,7 @@ class CollectorSettings:
     compression: str = ""
     """``zstd``, ``gzip`` or ``none``; default OTEL_EXPORTER_OTLP_COMPRESSION, else gzip."""
     tap: str = "auto"
-    """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapped functions), ``python`` or ``off``."""
+    """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapping), ``python`` or ``off``."""
     grad_norm_every: int = 10
     """Steps between sampled gradient norms where the user's loop never clips."""
     spikeness_window: int = 50
@@ -55,7 +55,7 @@ class CollectorSettings:
     commands: bool = True
     """Take signed commands from the backend."""
     snapshot_every: int = 0
-    """Steps between snapshots of the training state in host memory, the way back of the action ``rollback``; 0 = none."""
+    """Steps between snapshots of the training state in host memory, for the action ``rollback``; 0 = none."""
     command_key: str = ""
     """Public key (hex) that commands must be signed with; default: the one the backend hands out at first contact."""
 

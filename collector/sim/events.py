@@ -52,7 +52,7 @@ class _Rank:
         self.job, self.rank, self.sequence, self.lamport = job, rank, 0, 0
 
     def make(self, kind: Kind, name: str, true_ns: int, step: int, **rest: Any) -> Event:
-        own = int(self.job.own_clock_ns(self.rank, np.int64(true_ns)))
+        own = int(self.job.own_clock_ns(self.rank, np.array(true_ns, np.int64)))
         event = Event(
             kind=kind, name=name, sequence=self.sequence, lamport=self.lamport, step=step,
             unix_ns=START_UNIX_NS + own, monotonic_ns=own + 10**12, **rest,
@@ -130,9 +130,9 @@ def to_events(job: Job) -> Iterator[tuple[Identity, int, list[Event]]]:
             yield who[me.rank], step, batch
     end = int(job.step_start_ns[-1].max()) if steps else 0
     for (step, rank), left in sorted(happenings.items()):
-        me = next((m for m in ranks if m.rank == rank), None)
-        if me is not None:
-            yield who[rank], step, list(_events_of(left, me, end))
+        speaker = next((m for m in ranks if m.rank == rank), None)
+        if speaker is not None:
+            yield who[rank], step, list(_events_of(left, speaker, end))
 
 
 def _events_of(happenings: list[Any], me: _Rank, at: int) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 """``lanterne inject``: a fault for real in somebody's own training run, to see if it would be found (a game day).
 
-The launcher sets ``LANTERNE_INJECT=KIND:RANK:STEP``; ``attach`` calls :func:`from_environment`, which hangs the hooks of
-:class:`~lanterne.collector.sim.inject.Injector` on the user's model, optimizer and loader in the culprit's process.
+The launcher sets ``LANTERNE_INJECT=KIND:RANK:STEP``; ``attach`` calls :func:`from_environment`, which hangs the
+hooks of :class:`~lanterne.collector.sim.inject.Injector` on the user's model, optimizer and loader in the culprit's process.
 """
 
 from __future__ import annotations

@@ -119,10 +119,14 @@ class Injector:
     def loss(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         """The loss before backward."""
         if self.on("slow-backward", step):
-            loss.register_hook(lambda grad: (self.backward(step), grad)[1])
+            loss.register_hook(lambda grad: self._late(step, grad))  # type: ignore[no-untyped-call]
         if self.on("overflow", step):
             return loss * 3e4
         return loss
+
+    def _late(self, step: int, grad: torch.Tensor) -> torch.Tensor:
+        self.backward(step)
+        return grad
 
     def backward(self, step: int) -> None:
         """At the start of the backward pass."""
@@ -140,7 +144,7 @@ class Injector:
             state["step"] += 1
             return grad * float("nan") if state["step"] == self.onset + 1 else grad
 
-        parameter.register_hook(poison)
+        parameter.register_hook(poison)  # type: ignore[no-untyped-call]
 
     def collective(self, step: int) -> int:
         """Extra elements in this rank's next hand-made all-reduce (a wrong shape in the same slot)."""

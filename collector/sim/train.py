@@ -54,7 +54,8 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.fault.forward(self.step, self)
-        return self.head(self.encoder(x).mean(1) + x.mean(1))
+        logits: torch.Tensor = self.head(self.encoder(x).mean(1) + x.mean(1))
+        return logits
 
 
 def _arguments() -> argparse.Namespace:
@@ -106,7 +107,7 @@ def train(arguments: argparse.Namespace) -> None:
             model.step = step
             with torch.autocast("cpu", torch.float16, enabled=half):
                 loss = nn.functional.cross_entropy(ddp(fault.batch(step, x)).float(), y)
-            scaler.scale(fault.loss(step, loss)).backward()
+            scaler.scale(fault.loss(step, loss)).backward()  # type: ignore[no-untyped-call]
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 5.0)
             scaler.step(optimizer)

@@ -1,6 +1,6 @@
 """A user's training script that knows nothing of Lanterne: DDP on gloo, a loader with workers, clipping.
 
-    torchrun --nproc-per-node N plain_ddp.py STEPS [ENDING]
+torchrun --nproc-per-node N plain_ddp.py STEPS [ENDING]
 """
 
 import os
