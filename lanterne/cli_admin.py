@@ -23,8 +23,8 @@ def register(app: typer.Typer) -> None:
     subs = (("policy", policy_app), ("checkpoint", checkpoint_app), ("probe", probe_app), ("token", token_app))
     for name, sub in subs:
         app.add_typer(sub, name=name)
-    for command in (migrate, export, plan, inject):
-        app.command(context_settings=PASS_ON if command is inject else None)(command)
+    for command in (check, migrate, export, import_, plan, inject):
+        app.command(name=command.__name__.strip("_"), context_settings=PASS_ON if command is inject else None)(command)
 
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -77,14 +77,16 @@ def checkpoint_verify(
     checkpoints = need("lanterne.backend.readers.checkpoints")
     from lanterne.nouns import to_json
 
-    rows = [to_json(r) for r in checkpoints.verify(folder)]
+    problems = [to_json(p) for p in checkpoints.verify(folder)]
     if as_json:
-        print_json(rows)
+        print_json({"folder": str(folder), "ok": not problems, "problems": problems})
     else:
         console = Console()
-        for row in rows:
-            console.print(f"{'ok ' if row['ok'] else 'BAD'}  {row['path']}  {row['says']}")
-    raise typer.Exit(0 if all(r["ok"] for r in rows) else 1)
+        for problem in problems:
+            console.print(f"{problem['kind']}: {problem['path']}: {problem['says']}", markup=False)
+        if not problems:
+            console.print(f"{folder}: every piece is there and whole")
+    raise typer.Exit(1 if problems else 0)
 
 
 @probe_app.command("build")
@@ -149,6 +151,46 @@ def export(
     backup = need("lanterne.backend.store.backup")
     rows = backup.export(load(ServerSettings, data=data), target, job=job)
     Console(stderr=True).print(f"wrote {rows:,} rows to {target}")
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="Folder that `lanterne export` wrote.", exists=True)],
+    data: Data = "lanterne-data",
+) -> None:
+    """Bring an export back into an empty data folder.
+
+    Example: `lanterne import ./backup --data ./new-data`
+    """
+    from lanterne.settings import ServerSettings, load
+
+    backup = need("lanterne.backend.store.backup")
+    rows = backup.restore(load(ServerSettings, data=data), source)
+    Console(stderr=True).print(f"restored {rows:,} rows into {data}")
+
+
+def check(
+    endpoint: Annotated[
+        str, typer.Option(help="Also check that this backend answers.", envvar="LANTERNE_ENDPOINT")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Preflight of this host: limits, names, interfaces, devices, shared memory, disk.
+
+    Example: `srun lanterne check --endpoint http://backend:4318`
+    """
+    from lanterne.collector.guards.preflight import preflight
+    from lanterne.nouns import to_json
+
+    found = preflight(endpoint)
+    if as_json:
+        print_json([to_json(c) for c in found])
+    else:
+        console = Console()
+        for one in found:
+            console.print(f"{'ok ' if one.ok else 'BAD'}  {one.name}: {one.says}", markup=False)
+            if one.remedy:
+                console.print(f"     {one.category}: {one.remedy}", markup=False)
+    raise typer.Exit(0 if all(c.ok for c in found) else 1)
 
 
 def plan(

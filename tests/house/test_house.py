@@ -46,6 +46,7 @@ def test_functions_stay_small(sources: dict[Path, str]) -> None:
     long = [
         f"{path.relative_to(ROOT)}:{f.lineno} {f.name}: {length} lines"
         for path, text in sources.items()
+        if path.parent.name != "versions"  # a migration is a list of statements
         for f in functions(ast.parse(text))
         if (length := (f.end_lineno or f.lineno) - f.lineno + 1) > LINES_PER_FUNCTION
     ]
@@ -101,7 +102,7 @@ def test_cause_categories_are_documented() -> None:
     from lanterne.nouns import CauseCategory
 
     page = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
-    assert [c.value for c in CauseCategory if f"`{c.value}`" not in page] == []
+    assert [c.value for c in CauseCategory if f"### {c.value}" not in page] == []
 
 
 def test_counters_of_loss_are_a_closed_table() -> None:
