@@ -110,7 +110,7 @@ ACTIONS: Mapping[str, Action] = {
         undoable=True,
     ),
     "set_precision": Action(
-        says="change the dtype of the loop's autocast (needs guards.precision.autocast in the loop)",
+        says="change the dtype of the loop's autocast (needs guards.precision.Precision in the loop)",
         parameters={"dtype": Parameter(kind=str, choices=("float32", "bfloat16", "float16"))},
         numerics=True,
         undoable=True,
@@ -134,7 +134,7 @@ ACTIONS: Mapping[str, Action] = {
         undoable=True,
     ),
     "set_micro_batch": Action(
-        says="split each batch into so many parts (needs guards.micro_batch.split in the loop)",
+        says="split each batch into so many parts (needs guards.micro_batch.MicroBatch in the loop)",
         parameters={"parts": _number(1, 64, "parts a batch", kind=int)},
         undoable=True,
     ),
