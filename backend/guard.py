@@ -111,8 +111,8 @@ def check_bind(settings: ServerSettings) -> None:
     if not is_loopback(settings.host) and len(settings.token) < 16:
         have = "the token is shorter than 16 characters" if settings.token else "no token is set"
         raise UsageError(
-            f"host: {settings.host} can be reached by others and {have}; set LANTERNE_TOKEN (or LANTERNE_TOKEN_FILE) to "
-            "a random text such as `python -c 'import secrets; print(secrets.token_urlsafe(32))'`, or bind 127.0.0.1"
+            f"host: {settings.host} can be reached by others and {have}; set LANTERNE_TOKEN (or LANTERNE_TOKEN_FILE) "
+            "to a random text such as `python -c 'import secrets; print(secrets.token_urlsafe(32))'`, or bind 127.0.0.1"
         )
 
 
@@ -193,13 +193,18 @@ class Guard:
             await _deny(scope, answer, denied)
             return
         status = _Status()
-        taken = receive if scope["path"].startswith("/v1/") else _bounded(receive, bound)
+        body = _Body(receive, bound)
         try:
-            await self._app(scope, taken, status.watch(answer) if scope["type"] == "http" else send)
+            if scope["type"] == "websocket" or scope["path"].startswith("/v1/"):
+                await self._app(scope, receive, status.watch(answer))
+            else:
+                await self._app(scope, body.receive, body.watch(status.watch(answer)))
         except _TooLong:
-            if not status.code:
-                await _deny(scope, answer, Denied(413, f"the body is larger than {bound} bytes"))
+            pass
         finally:
+            if body.exceeded and not status.code:
+                status.code = 413
+                await _deny(scope, answer, Denied(413, f"the body is larger than {bound} bytes"))
             await self._audit(scope, status.code)
 
     async def _check(self, scope: Scope, headers: dict[str, str]) -> None:
@@ -314,19 +319,28 @@ class _TooLong(Exception):
     """A body without a length went on for too long."""
 
 
-def _bounded(receive: Receive, bound: int) -> Receive:
-    size = 0
+class _Body:
+    """A body of at most ``bound`` bytes; beyond it whatever the application answers is not sent."""
 
-    async def taken() -> Message:
-        nonlocal size
-        message = await receive()
+    def __init__(self, receive: Receive, bound: int) -> None:
+        self._receive, self._left = receive, bound
+        self.exceeded = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
         if message["type"] == "http.request":
-            size += len(message.get("body", b""))
-            if size > bound:
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                self.exceeded = True
                 raise _TooLong
         return message
 
-    return taken
+    def watch(self, send: Send) -> Send:
+        async def sent(message: Message) -> None:
+            if not self.exceeded:
+                await send(message)
+
+        return sent
 
 
 class _Status:

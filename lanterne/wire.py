@@ -8,6 +8,7 @@ equally long lists per table (``SPAN_COLUMNS``, ``POINT_COLUMNS``, ``LOG_COLUMNS
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -227,8 +228,11 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
     return {kv.key: plain(kv.value) for kv in pairs}
 
 
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._:-]")
+
+
 def identity_of(attributes: Mapping[str, Any]) -> Identity:
-    """Identity from resource attributes; a foreign source gets its service name as job and no rank."""
+    """Identity from resource attributes; a foreign source gets its service name, made an id, as job and no rank."""
 
     def number(key: str, default: int) -> int:
         value = attributes.get(key, default)
@@ -236,7 +240,7 @@ def identity_of(attributes: Mapping[str, Any]) -> Identity:
 
     service = str(attributes.get(SERVICE, "unknown_service"))
     return Identity(
-        job=str(attributes.get(JOB, service)),
+        job=str(attributes[JOB]) if JOB in attributes else _NOT_IN_IDS.sub("_", service)[:128] or "unknown_service",
         attempt=number(ATTEMPT, 0),
         rank=number(RANK, NO_RANK),
         local_rank=number(LOCAL_RANK, NO_RANK),

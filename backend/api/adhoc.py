@@ -25,7 +25,6 @@ COPY_ROWS_MAX = 5_000_000
 SQL_CHARS_MAX = 20_000
 TABLES = ("spans", "points", "logs", "waits", "rank_steps", "clocks")
 _NAME = re.compile(r"^[a-z_]+$")
-_running = asyncio.Semaphore(2)
 
 
 def tables_of(sql: str) -> list[str]:
@@ -61,12 +60,11 @@ async def run(store: EventStore, sql: str, job: str | None) -> dict[str, Any]:
     """``{columns, rows, truncated}``. Raises :class:`Problem`: 400 with DuckDB's words, 503 when too slow."""
     names = tables_of(sql)
     folder = store.adhoc / secrets.token_hex(8)
-    async with _running:
-        try:
-            await asyncio.to_thread(_copy, store, names, job, folder)
-            return await _child(sql, folder)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, True)
+    try:
+        await asyncio.to_thread(_copy, store, names, job, folder)
+        return await _child(sql, folder)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def _child(sql: str, folder: Path) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class NewToken(BaseModel):
 @router.post("/query", response_model=shapes.Result)
 async def query(context: Ctx, body: Sql) -> dict[str, Any]:
     """One SELECT over the tables and views of docs/api.md, in a locked-down process; ``job`` narrows the rows."""
-    return await adhoc.run(context.store, body.sql, body.job)
+    async with context.heavy:
+        return await adhoc.run(context.store, body.sql, body.job)
 
 
 def _show(token: TokenRecord) -> dict[str, Any]:
@@ -68,9 +69,7 @@ def tokens(context: Ctx) -> dict[str, Any]:
 @router.post("/tokens", status_code=201)
 def create_token(context: Ctx, new: NewToken) -> dict[str, Any]:
     """A new token; its text is in this answer and nowhere else."""
-    text, record = context.control.create_token(
-        new.scopes, job=new.job, label=new.label, expires_s=new.days * 86_400
-    )
+    text, record = context.control.create_token(new.scopes, job=new.job, label=new.label, expires_s=new.days * 86_400)
     return _show(record) | {"token": text}
 
 
@@ -138,7 +137,7 @@ def _encoded(rows: pa.Table, form: str) -> bytes:
 
 
 def _flat(rows: pa.Table) -> pa.Table:
-    """Maps as JSON text and ids as hex, for CSV; a text that a spreadsheet would run as a formula gets a quote before it."""
+    """For CSV: maps as JSON, ids as hex; a text that a spreadsheet would run as a formula gets a quote before it."""
     import json
 
     for at, field in enumerate(rows.schema):

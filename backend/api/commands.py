@@ -16,9 +16,7 @@ from lanterne.backend.store.records import CommandRecord, rfc3339
 
 router = APIRouter(tags=["commands"])
 CommandId = Annotated[str, Path(pattern=limits.ID_PATTERN)]
-State = Literal[
-    "proposed", "pending", "sent", "committed", "applied", "refused", "expired", "cancelled", "undone"
-]
+State = Literal["proposed", "pending", "sent", "committed", "applied", "refused", "expired", "cancelled", "undone"]
 
 
 class NewCommand(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import json
@@ -33,6 +34,8 @@ class Context:
     settings: ServerSettings
     hub: Hub
     clock: Clock
+    heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Room for two ad-hoc queries or diagnoses at a time."""
     _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)
 
     def cached(self, key: Any, make: Callable[[], T], seconds: float = 15.0) -> T:

@@ -99,7 +99,9 @@ def one_incident(context: Ctx, who: Who, incident: IncidentId) -> dict[str, Any]
         "decision": decisions[-1] if decisions else None,
         "decisions": decisions,
         "commands": [show_command(c) for c in context.control.commands(incident=incident, limit=100)],
-        "notes": [{"author": n.author, "says": n.says, "at": rfc3339(n.at_ns)} for n in context.control.notes(incident)],
+        "notes": [
+            {"author": n.author, "says": n.says, "at": rfc3339(n.at_ns)} for n in context.control.notes(incident)
+        ],
     }
 
 

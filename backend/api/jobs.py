@@ -125,9 +125,7 @@ def _goodput(context: Context, job: JobRecord) -> dict[str, Any]:
 
 
 @router.get("/jobs/{job}/ranks", response_model=shapes.Page[shapes.Rank])
-def ranks(
-    context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, cursor: Cursor = None
-) -> dict[str, Any]:
+def ranks(context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, cursor: Cursor = None) -> dict[str, Any]:
     """Ranks of an attempt in rank order, with their last signs and clock offsets."""
     after = decode_cursor(cursor, int)
     first = after[0] + 1 if after else 0

@@ -87,7 +87,7 @@ def _shown(
 
 
 def _critical_path(spans: Sequence[Mapping[str, Any]], last: Mapping[Call, int], start: int) -> list[dict[str, Any]]:
-    """From barrier to barrier the path runs through the rank that came last; after the last one, through the step's end.
+    """From barrier to barrier the path runs through the rank that came last; then to the end of the step.
 
     A call is left at its last member's completion, so the next stretch starts there.
     """

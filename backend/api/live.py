@@ -23,7 +23,6 @@ from lanterne.nouns import to_json
 router = APIRouter(tags=["live"])
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 UPLOAD_FILES_MAX = 1_000
-_diagnosing = asyncio.Semaphore(2)
 
 
 @router.get("/clock", response_model=shapes.Clock)
@@ -51,14 +50,14 @@ async def stream(
 
 
 @router.post("/diagnose")
-async def diagnose(files: list[UploadFile]) -> Any:
+async def diagnose(context: Ctx, files: list[UploadFile]) -> Any:
     """Diagnose files of a dead job: Flight Recorder dumps, Kineto traces, NCCL and trainer logs."""
     if len(files) > UPLOAD_FILES_MAX:
         raise LimitExceeded(f"{len(files)} files; at most {UPLOAD_FILES_MAX} are taken")
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="lanterne-upload-"))
     try:
         paths = [await _save(file, folder, n) for n, file in enumerate(files)]
-        async with _diagnosing:
+        async with context.heavy:
             return await asyncio.to_thread(_judge, paths, folder)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, True)
@@ -81,5 +80,3 @@ def _judge(paths: list[Path], folder: Path) -> Any:
 
     found = to_json(readers.diagnose_paths(paths))
     return json.loads(json.dumps(found).replace(str(folder) + "/", ""))
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,7 +11,18 @@ from fastapi import APIRouter, Query
 
 from lanterne import limits, wire
 from lanterne.backend.api import queries, reduce, shapes
-from lanterne.backend.api.context import At, Context, Ctx, Cursor, Limit, OfJob, Step, decode_cursor, encode_cursor, page
+from lanterne.backend.api.context import (
+    At,
+    Context,
+    Ctx,
+    Cursor,
+    Limit,
+    OfJob,
+    Step,
+    decode_cursor,
+    encode_cursor,
+    page,
+)
 from lanterne.backend.store.records import rfc3339
 
 router = APIRouter(tags=["metrics"])
@@ -119,10 +131,7 @@ def _split(table: pa.Table) -> list[tuple[tuple[int, str], pa.Table]]:
     labels = np.array(table.column("label").to_pylist(), dtype=object)
     cuts = np.flatnonzero((ranks[1:] != ranks[:-1]) | (labels[1:] != labels[:-1])) + 1
     edges = [0, *cuts.tolist(), table.num_rows]
-    return [
-        ((int(ranks[low]), str(labels[low])), table.slice(low, high - low))
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [((int(ranks[low]), str(labels[low])), table.slice(low, high - low)) for low, high in pairwise(edges)]
 
 
 def _series(part: pa.Table, points: int, reduce_by: str, weight: float) -> dict[str, Any]:
@@ -155,7 +164,8 @@ def heatmap(
     low, high = from_step, to_step
     if low is None or high is None or to_rank is None:
         bounds = context.store.rows(
-            "SELECT min(step) AS a, max(step) AS b, max(rank) AS r FROM rank_steps WHERE job = ? AND attempt = ?", at.key
+            "SELECT min(step) AS a, max(step) AS b, max(rank) AS r FROM rank_steps WHERE job = ? AND attempt = ?",
+            at.key,
         )[0]
         low = (bounds["a"] if bounds["a"] is not None else 0) if low is None else low
         high = (bounds["b"] if bounds["b"] is not None else 0) if high is None else high

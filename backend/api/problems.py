@@ -50,7 +50,12 @@ def problem_body(status: int, detail: str, *, request_id: str = "", errors: list
 
 
 def problem(
-    request: Request, status: int, detail: str, *, errors: list[Any] | None = None, headers: dict[str, str] | None = None
+    request: Request,
+    status: int,
+    detail: str,
+    *,
+    errors: list[Any] | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Response:
     request_id = str(request.scope.get("lanterne.request_id", ""))
     content = problem_body(status, detail, request_id=request_id, errors=errors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +21,7 @@ def minmax(value: Floats, points: int) -> Ints:
         return np.arange(n, dtype=np.int64) if n <= points else np.linspace(0, n - 1, max(points, 1)).astype(np.int64)
     edges = np.linspace(0, n, (points - 2) // 2 + 1).astype(np.int64)
     chosen = {0, n - 1}
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         part = value[low:high]
         if np.isnan(part).all():
             chosen.add(int(low))

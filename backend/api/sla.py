@@ -42,6 +42,4 @@ def service_levels(
     until: Annotated[Time, Query(alias="to")] = None,
 ) -> Any:
     """Objectives with error budgets, good and lost time by cause, MTBF, MTTR and ETTR."""
-    return to_json(
-        sla.report(context.store, context.control, at.job.id, from_ns=time_ns(since), to_ns=time_ns(until))
-    )
+    return to_json(sla.report(context.store, context.control, at.job.id, from_ns=time_ns(since), to_ns=time_ns(until)))

@@ -142,9 +142,7 @@ def collectives(
             "bus_bandwidth": bus_bandwidth(row["op"], row["bytes"], row["members"], transfer),
         }
 
-    return page(
-        rows, limit, show, lambda row: encode_cursor(row["step"], row["group_name"], row["group_sequence"])
-    )
+    return page(rows, limit, show, lambda row: encode_cursor(row["step"], row["group_name"], row["group_sequence"]))
 
 
 @router.get("/jobs/{job}/communication")

@@ -106,9 +106,7 @@ async def docs(request: Request) -> str:
     return _page(app.openapi())
 
 
-@router.api_route(
-    "/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"], include_in_schema=False
-)
+@router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD"], include_in_schema=False)
 async def nothing(rest: str) -> Response:
     raise Problem(404, f"there is no /{rest[:100]}")
 

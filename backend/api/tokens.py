@@ -10,7 +10,12 @@ from lanterne.settings import ServerSettings
 
 
 def create(
-    settings: ServerSettings, *, scope: str | Sequence[str] = "ingest", job: str = "", days: float = 90.0, label: str = ""
+    settings: ServerSettings,
+    *,
+    scope: str | Sequence[str] = "ingest",
+    job: str = "",
+    days: float = 90.0,
+    label: str = "",
 ) -> str:
     """A new token, shown once. ``scope``: words of ingest, read, operate, admin. Raises UsageError."""
     scopes = scope.replace(",", " ").split() if isinstance(scope, str) else scope

@@ -122,5 +122,3 @@ class Intake:
             self._control.touch(due.values())
         except LanterneError as error:
             log.warning("last-seen times were not written: %s", error)
-
-

@@ -73,7 +73,9 @@ class Otlp:
     async def _answer(self, scope: Scope, receive: Receive, headers: dict[str, str], is_json: bool) -> bytes:
         signal = scope["path"].removeprefix("/v1/").rstrip("/")
         if signal not in _REJECTED:
-            raise BodyRefused(404, f"there is no {scope['path'][:80]}; the routes are /v1/traces, /v1/metrics, /v1/logs")
+            raise BodyRefused(
+                404, f"there is no {scope['path'][:80]}; the routes are /v1/traces, /v1/metrics, /v1/logs"
+            )
         if scope["method"] != "POST":
             raise BodyRefused(405, f"{scope['method']} is not allowed here; use POST")
         kind = headers.get("content-type", "").split(";")[0].strip().lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,10 @@ class Writing:
     def _run(self, sql: str, incoming: pa.Table) -> list[Any]:
         self.cursor.register("incoming", incoming)
         try:
-            return self.cursor.execute(sql).fetchall()
-        finally:
-            self.cursor.unregister("incoming")
+            found: list[Any] = self.cursor.execute(sql).fetchall()
+        except duckdb.Error:
+            with contextlib.suppress(duckdb.Error):  # refused in a failed transaction; the next register replaces it
+                self.cursor.unregister("incoming")
+            raise
+        self.cursor.unregister("incoming")
+        return found
