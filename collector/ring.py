@@ -17,8 +17,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lanterne import blackbox, limits
-from lanterne.blackbox import EVENT_RECORD, METRICS_RECORD, SEPARATOR
+from lanterne import blackbox_files as blackbox
+from lanterne import limits
+from lanterne.blackbox_files import EVENT_RECORD, METRICS_RECORD, SEPARATOR
 from lanterne.clock import Clock, SystemClock
 
 NOTES_BYTES_MAX = 8 << 20

@@ -118,11 +118,21 @@ class Session:
         self._try("out of memory", lambda: install_oom_observer(recorder))
         if self.model is None:
             self._try("model", lambda: ModelFinder(self._found_model, hooks).install(patches))
+        else:
+            self._inject()
 
     def _found_model(self, model: Any) -> None:
         """The model was not given to ``attach`` and has just been seen at work."""
         self.model = self.gradients.model = model
         self.gradients.replicated = is_replicated(model, self.identity.world_size)
+        self._inject()
+
+    def _inject(self) -> None:
+        """A game day (``lanterne inject``): hang the fault on this run once its model is known."""
+        if "LANTERNE_INJECT" in os.environ:
+            from lanterne.collector.sim import game
+
+            self._try("inject", lambda: game.from_environment(self, self.identity.rank))
 
     def _write_about(self) -> None:
         """``rank-N.json``: who this is, and the doors by which the shipper may look in."""

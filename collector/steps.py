@@ -12,7 +12,7 @@ from math import isfinite, isnan
 from time import monotonic_ns, process_time_ns
 from typing import TYPE_CHECKING, Any
 
-from lanterne.blackbox import METRICS_RECORD, PHASE_RECORD, SEPARATOR, STEP_RECORD
+from lanterne.blackbox_files import METRICS_RECORD, PHASE_RECORD, SEPARATOR, STEP_RECORD
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.ring import Ring
 from lanterne.collector.sources.device import DeviceValues

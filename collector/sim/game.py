@@ -1,7 +1,8 @@
 """``lanterne inject``: a fault for real in somebody's own training run, to see if it would be found (a game day).
 
 The launcher sets ``LANTERNE_INJECT=KIND:RANK:STEP``; ``attach`` calls :func:`from_environment`, which hangs the
-hooks of :class:`~lanterne.collector.sim.inject.Injector` on the user's model, optimizer and loader in the culprit's process.
+hooks of :class:`~lanterne.collector.sim.inject.Injector` on the user's model, optimizer and loader in the
+culprit's process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ class Attached(Protocol):
     model: Any
     optimizer: Any
     scheduler: Any
-    step_index: int
 
-    def on_step_boundary(self, call: Callable[[int], None]) -> None: ...
+    def on_step_boundary(self, call: Callable[[int], None], /) -> None: ...
 
 
 def parse(text: str) -> tuple[str, int, int]:
@@ -53,6 +53,8 @@ def from_environment(session: Attached, rank: int) -> Injector | None:
     fault = Injector(kind, culprit, onset, me=rank)
     state = {"step": 0}
     model = session.model
+    if model is None:
+        raise UsageError(f"{VARIABLE}: no model is attached to hang the fault on")
     fault.gradients(0, model)
 
     def boundary(step: int) -> None:

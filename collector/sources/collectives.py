@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from lanterne import blackbox
+from lanterne import blackbox_files as blackbox
 from lanterne.collector import native
 from lanterne.collector.ring import Ring, create_mapped
 from lanterne.collector.sources.patches import Patches

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from lanterne.blackbox import LIST_KEY
+from lanterne.blackbox_files import LIST_KEY
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.steps import DATA_WAIT, Recorder

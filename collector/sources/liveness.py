@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lanterne import limits
-from lanterne.blackbox import SEPARATOR
+from lanterne.blackbox_files import SEPARATOR
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.steps import Recorder
 from lanterne.nouns import EventName

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from lanterne.blackbox import SEPARATOR
+from lanterne.blackbox_files import SEPARATOR
 from lanterne.collector.sources.device import on_device
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.steps import Recorder

@@ -104,7 +104,7 @@ def test_logs_of_a_healthy_job(tmp_path: Path, layout: str) -> None:
 def test_our_own_session_folder(tmp_path: Path) -> None:
     import json
 
-    from lanterne.blackbox import STEP_RECORD
+    from lanterne.blackbox_files import STEP_RECORD
     from lanterne.collector.ring import Ring
 
     folder = tmp_path / "job" / "0"

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lanterne.blackbox import PHASE_RECORD, STEP_RECORD
+from lanterne.blackbox_files import PHASE_RECORD, STEP_RECORD
 from lanterne.collector.ring import Ring
 from lanterne.collector.shipper import ensure_running
 from lanterne.nouns import Identity

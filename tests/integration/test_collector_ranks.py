@@ -12,7 +12,8 @@ from statistics import median
 
 import pytest
 
-from lanterne.blackbox import POINT_TO_POINT, BlackBox
+from lanterne.blackbox import BlackBox
+from lanterne.blackbox_files import POINT_TO_POINT
 from lanterne.collector import native
 from lanterne.nouns import Event, Kind
 

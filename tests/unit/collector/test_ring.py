@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lanterne import blackbox
-from lanterne.blackbox import METRICS_RECORD, PHASE_RECORD, STEP_RECORD, BlackBox
+from lanterne import blackbox_files as blackbox
+from lanterne.blackbox import BlackBox
+from lanterne.blackbox_files import METRICS_RECORD, PHASE_RECORD, STEP_RECORD
 from lanterne.collector.ring import Ring
 from lanterne.nouns import Identity, Kind
 
