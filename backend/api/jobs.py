@@ -112,8 +112,6 @@ def _overview(context: Context, job: JobRecord, summary: tuple[int, float, str])
 
 
 def _goodput(context: Context, job: JobRecord) -> dict[str, Any]:
-    if not hasattr(sla, "report"):
-        return {"goodput": None, "ettr": None}
     report = to_json(sla.report(context.store, context.control, job.id))
     goodput = report.get("goodput") or {}
     productive = float(goodput.get("productive_s") or 0.0)
