@@ -132,7 +132,7 @@ class Session:
         if "LANTERNE_INJECT" in os.environ:
             from lanterne.collector.sim import game
 
-            self._try("inject", lambda: game.from_environment(self, self.identity.rank))
+            self._try("inject", lambda: game.from_environment(cast(game.Attached, self), self.identity.rank))
 
     def _write_about(self) -> None:
         """``rank-N.json``: who this is, and the doors by which the shipper may look in."""

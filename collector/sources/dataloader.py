@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from ctypes import string_at
+from functools import cache
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
-from lanterne.blackbox_files import LIST_KEY
+from lanterne.blackbox_files import EVENT_RECORD, LIST_KEY
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.steps import DATA_WAIT, Recorder
@@ -16,7 +19,8 @@ from lanterne.nouns import EventName
 if TYPE_CHECKING:
     import torch
 
-IDS_HASHED, IDS_TOLD, VALUES_HASHED = 64, 8, 16
+IDS_HASHED, IDS_TOLD, BYTES_HASHED = 64, 8, 64
+_ZEROS = (0.0,) * 8
 TOKEN_KEYS = ("input_ids", "tokens", "inputs")
 _MASK64 = (1 << 64) - 1
 _IDS = "__lanterne_ids__"
@@ -48,16 +52,23 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 
 def fingerprint_of_values(batch: Any) -> int | None:
-    """A 64-bit hash of up to 16 elements spread over each of the first four tensors; None for data on a device."""
-    found: list[Any] = []
-    for i, tensor in enumerate(tensors_in(batch)):
-        if i == 4:
-            break
-        if tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_quantized:
-            return None
-        flat = tensor.detach().reshape(-1)
-        found += [tuple(tensor.shape), *flat[:: max(1, flat.numel() // VALUES_HASHED)][:VALUES_HASHED].tolist()]
-    return hash(tuple(found)) & _MASK64 if found else None
+    """64 bits from 192 bytes of the first tensor (start, middle, end); None for data on a device or not contiguous."""
+    first = next(tensors_in(batch), None)
+    if first is None or first.layout is not _strided() or first.device.type != "cpu" or not first.is_contiguous():
+        return None
+    at, size = first.data_ptr(), first.nbytes
+    if not size:
+        return None
+    length = min(BYTES_HASHED, size)
+    head = string_at(at, length) + string_at(at + (size - length) // 2, length)
+    return crc32(head) << 32 | crc32(string_at(at + size - length, length), size & 0xFFFFFFFF)
+
+
+@cache
+def _strided() -> Any:
+    import torch
+
+    return torch.strided
 
 
 class DataLoaderSource:
@@ -65,6 +76,9 @@ class DataLoaderSource:
 
     def __init__(self, recorder: Recorder, meter: OverheadMeter) -> None:
         self.recorder, self.meter = recorder, meter
+        intern = recorder.ring.intern
+        self._name, self._keys = intern(EventName.BATCH.value), intern(LIST_KEY + "sample_ids")
+        self._aux = intern("fingerprint")
         self.outer = False  # session.steps is timing this very ``next``
 
     def install(self, patches: Patches) -> None:
@@ -122,9 +136,12 @@ class DataLoaderSource:
                 ids = []
             mark = hash((len(ids), *ids[:IDS_HASHED])) & _MASK64 if ids else fingerprint_of_values(batch)
             if mark is not None:
-                told = tuple(float(i) for i in ids[:IDS_TOLD])
-                keys = LIST_KEY + "sample_ids" if told else ""
-                recorder.ring.event(EventName.BATCH, recorder.step, monotonic_ns(), keys, told, "fingerprint", mark)
+                told = tuple(map(float, ids[:IDS_TOLD])) if ids else ()
+                recorder.record(
+                    EVENT_RECORD, (1 << len(told)) - 1, self._name, recorder.step, monotonic_ns(),
+                    told + _ZEROS[len(told) :], self._keys if told else 0, self._aux,
+                    mark - (1 << 64) if mark >> 63 else mark,
+                )  # fmt: skip
         except Exception as error:
             recorder.failed("batch", error)
 

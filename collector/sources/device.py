@@ -45,8 +45,8 @@ class DeviceValues:
 
     def settle(self, values: Any) -> None:
         """Report a step's values now where they can be read, else once they have arrived; also settles older ones."""
-        kept = [*values.losses, values.grad_norm, values.local_norm, values.update_ratio, values.checksum]
-        tensors = [v for v in kept if on_device(v)]
+        kept = (*values.losses, values.grad_norm, values.local_norm, values.update_ratio, values.checksum)
+        tensors = [v for v in kept if v is not None and v.__class__ is not float and on_device(v)]
         if not tensors:
             if self._waiting:
                 self.poll()

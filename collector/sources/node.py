@@ -216,7 +216,7 @@ class Processes:
 
     def _stats(self) -> dict[int, tuple[str, int, float]]:
         """pid -> (name, parent, CPU seconds)."""
-        found = {}
+        found: dict[int, tuple[str, int, float]] = {}
         for entry in os.scandir(self._root):
             if not entry.name.isdigit() or len(found) >= PROCESSES_MAX:
                 continue

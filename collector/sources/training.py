@@ -68,7 +68,7 @@ class TrainingHooks:
     def watch_model(self, model: Any, patches: Patches) -> None:
         """Hook the root module of the model."""
         patches.add(model.register_forward_pre_hook(self._before_forward).remove)
-        patches.add(model.register_forward_hook(self._after_forward, always_call=True).remove)
+        patches.add(model.register_forward_hook(self._after_forward).remove)
 
     # --- forward and backward ---------------------------------------------------------------------
 
