@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from backend_rows import events, identity, send, serving
+
 from lanterne.backend.sla import Targets, report_of
 from lanterne.backend.sla.account import Life, Steps, Trouble, account
 from lanterne.backend.sla.objectives import (
