@@ -10,11 +10,17 @@ from lanterne.collector.local_rank import LocalRank
 from lanterne.collector.sources import memory, sockets
 from lanterne.collector.sources.gpu import GpuSource
 from lanterne.collector.sources.host import HostSource
+from lanterne.collector.sources.node import NodeSource, worst
 from lanterne.nouns import Event, EventName
 
 Sample = tuple[str, float, str]
 _FOR_EVERY_RANK = frozenset({"system.cpu.utilization", "system.cpu.steal", "system.cpu.runqueue"})
 """Host readings that explain a rank's own slowness; the rest is told once a host, by its lowest rank."""
+_OF_NODE = (
+    "system.psi.cpu", "system.psi.memory", "system.psi.io", "system.cgroup.throttled_share", "system.disk.utilization",
+    "system.disk.latency", "process.cpu.delay", "process.neighbour.cpu",
+)  # fmt: skip
+"""What the job's own facts hold of its node: the worst value of each. The rest is the host agent's."""
 
 
 def gpu_index(rank: LocalRank) -> int:
@@ -34,7 +40,9 @@ class Sampler:
     def __init__(self) -> None:
         self._absent: list[tuple[str, str]] = []
         self._told: set[int] = set()
+        self._pids: list[int] = []
         self._host: HostSource | None = self._try("host", HostSource)
+        self._node: NodeSource | None = self._try("node", lambda: NodeSource(job_pids=lambda: self._pids))
         self._gpu: GpuSource | None = self._try("gpu", GpuSource)
         if self._gpu is not None and self._gpu.absent:
             self._absent.append(("gpu", self._gpu.absent))
@@ -51,6 +59,8 @@ class Sampler:
         """One round of samples for the living ranks, as events of each."""
         ranks = sorted(ranks, key=lambda r: r.rank)
         host = (self._try("host", self._host.sample) or []) if self._host is not None else []
+        self._pids = [r.process.pid for r in ranks]
+        host = [*host, *worst((self._try("node", self._node.sample) or []) if self._node is not None else [], _OF_NODE)]
         gpu = (self._try("gpu", self._gpu.sample) or []) if self._gpu is not None else []
         out = []
         for place, rank in enumerate(ranks):
