@@ -90,15 +90,14 @@ class Space:
     def read(self, elapsed_s: float) -> list[Sample]:
         del elapsed_s
         paths = self._all()
-        for path in paths:
-            if path not in self._open:
-                self._open[path] = _Asked(self._ask, path)
+        fresh = [path for path in paths if path not in self._open]
+        self._open |= {path: _Asked(self._ask, path) for path in fresh}
         out: list[Sample] = []
         patience = PATIENCE_S
         for path in paths:
-            answer = self._open[path].wait(patience)
+            answer = self._open[path].wait(patience if path in fresh else 0.0)
             if answer is None:
-                patience = 0.0
+                patience = 0.0 if path in fresh else patience
                 out.append(("system.disk.silent", 1.0, path))
                 continue
             del self._open[path]

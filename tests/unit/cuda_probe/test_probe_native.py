@@ -1,0 +1,51 @@
+"""The native tests of the probes: ctest, and the same programs under valgrind."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lanterne.cuda_probe import builder
+
+NAMES = ("kernels", "starved", "reopened", "nccl")
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("ctest") and any(map(shutil.which, ("c++", "g++", "clang++")))),
+    reason="needs cmake and a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("native")
+    flags = ["-DLANTERNE_PROBE_TESTS=ON", "-DLANTERNE_WITH_CUDA=OFF"]
+    for command in (["cmake", "-S", str(builder.SOURCES), "-B", str(work), *flags], ["cmake", "--build", str(work)]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "warning" not in done.stdout + done.stderr
+    return work
+
+
+@pytest.mark.slow
+def test_ctest_passes(built: Path) -> None:
+    done = subprocess.run(
+        ["ctest", "--output-on-failure"], cwd=built, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"0 tests failed out of {len(NAMES)}" in done.stdout
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", NAMES)
+def test_no_invalid_memory_access(built: Path, name: str) -> None:
+    if not shutil.which("valgrind"):
+        pytest.skip("valgrind is not installed")
+    libraries = [f"lib{part}.so" for part in ("lanterne_cupti", "standin_cuda", "lanterne_nccl", "standin_nccl")]
+    command = ["valgrind", "--error-exitcode=99", "--trace-children=yes", "--quiet", str(built / "probe_tests"), name]
+    done = subprocess.run(
+        [*command, *(str(built / one) for one in libraries)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
