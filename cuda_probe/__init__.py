@@ -6,16 +6,18 @@ Nothing here needs CUDA: without a device the answer is a status word and a reas
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from lanterne.cuda_probe import builder as _build
+from lanterne.cuda_probe.stats import Stats
 
 STATUS_TIMEOUT_S = 30
 
-__all__ = ["available", "build", "describe", "status"]
+__all__ = ["available", "build", "describe", "probes", "status"]
 
 
 def build() -> dict[str, Any]:
@@ -49,6 +51,26 @@ def status() -> dict[str, Any]:
     return {**base, **found}
 
 
+def probes(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Each probe with a status word and the reason: ``cupti`` from :func:`status`, ``nccl`` and ``stats`` by file."""
+    folder = _build.target_folder()
+    rows = [{"probe": "cupti", "status": str(found["status"]), "reason": str(found["reason"])}]
+    plugin, stats = folder / _build.NCCL_LIBRARY, folder / _build.STATS_LIBRARY
+    if not plugin.exists():
+        rows.append({"probe": "nccl", "status": "not-built", "reason": "run: lanterne probe build"})
+    elif os.environ.get("NCCL_PROFILER_PLUGIN") == str(plugin):
+        rows.append({"probe": "nccl", "status": "set", "reason": "NCCL loads it with the first communicator"})
+    else:
+        rows.append({"probe": "nccl", "status": "idle", "reason": f"set NCCL_PROFILER_PLUGIN={plugin} to use it"})
+    if not stats.exists():
+        rows.append({"probe": "stats", "status": "not-built", "reason": "run: lanterne probe build"})
+    elif Stats(stats).has_cuda:
+        rows.append({"probe": "stats", "status": "ready", "reason": "CPU and device kernels are built"})
+    else:
+        rows.append({"probe": "stats", "status": "cpu-only", "reason": "built without nvcc: no device kernel"})
+    return rows
+
+
 def describe(result: dict[str, Any]) -> str:
     """A build or status result for people: one line a fact."""
     lines = []
@@ -61,5 +83,5 @@ def describe(result: dict[str, Any]) -> str:
         if not result["built"]:
             lines.append(result["reason"])
     else:
-        lines.append(f"kernel probe: {result['status']}: {result['reason']}")
+        lines += [f"{row['probe']}: {row['status']}: {row['reason']}" for row in probes(result)]
     return "\n".join(lines)
