@@ -16,23 +16,21 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
-from lanterne.backend import policy
 from lanterne.backend.api import admin, commands, incidents, jobs, live, metrics, problems, shapes, sla, steps, system
 from lanterne.backend.api.context import Context
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.news import News
+from lanterne.backend.dispatch import Tracker
 from lanterne.backend.guard import App, Guard, check_bind
 from lanterne.backend.ingest.grpc_server import GrpcServer
 from lanterne.backend.ingest.intake import Intake
 from lanterne.backend.ingest.otlp import Otlp
-from lanterne.backend.pipeline import LiveRunner, React
+from lanterne.backend.pipeline import LiveRunner
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
 from lanterne.backend.store.retention import Keeper
-from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.clock import Clock, SystemClock
-from lanterne.nouns import Incident
 from lanterne.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -56,11 +54,13 @@ class Parts:
     otlp: Otlp
     news: News
     runner: LiveRunner
+    tracker: Tracker
     keeper: Keeper
     grpc: GrpcServer | None
 
     def start(self) -> None:
         self.runner.start()
+        self.tracker.start()
         self.keeper.start()
         if self.grpc is not None:
             self.grpc.start()
@@ -74,23 +74,10 @@ class Parts:
         self.intake.close()
         self.keeper.close()
         self.runner.stop()
+        self.tracker.stop()
         self.news.close()
         self.context.store.close()
         self.context.control.close()
-
-
-def reaction(store: EventStore, control: ControlStore, settings: ServerSettings, clock: Clock) -> React:
-    """The policy's door for the live runner: follow earlier orders, then decide about this incident."""
-
-    def react(incident: Incident, facts: Facts) -> Incident | None:
-        now = clock.unix_ns()
-        followed = {i.id: i for i in policy.verify(control, store, facts, now)}
-        current = followed.get(incident.id, incident)
-        diagnosis = Diagnosis(kind=current.kind, causes=current.causes)
-        decided = policy.react(control, store, facts.job, facts.attempt, current, diagnosis, facts, settings, now)
-        return decided if decided != incident else None
-
-    return react
 
 
 def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
@@ -106,7 +93,8 @@ def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
         intake=intake,
         otlp=Otlp(intake),
         news=News(store, control, hub),
-        runner=LiveRunner(store, control, settings, clock=clock, react=reaction(store, control, settings, clock)),
+        runner=LiveRunner(store, control, settings, clock=clock),
+        tracker=Tracker(store, control),
         keeper=Keeper(store, settings, clock),
         grpc=GrpcServer(intake, control, settings) if settings.grpc_port else None,
     )

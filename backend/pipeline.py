@@ -215,6 +215,7 @@ class LiveRunner:
                 "group_sequence": w.sequence[rows],
                 "step": w.step[rows],
                 "rank": w.rank[rows],
+                "op": [w.op[n] for n in w.op_index[rows]],
                 "bytes": w.bytes[rows],
                 "lateness_ms": w.lateness_ms[rows],
                 "wait_ms": w.wait_ms[rows],

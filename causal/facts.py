@@ -97,6 +97,8 @@ class Waits:
     wait_ms: FloatArray = field(default_factory=lambda: np.zeros(0))
     transfer_ms: FloatArray = field(default_factory=lambda: np.zeros(0))
     error_ms: FloatArray = field(default_factory=lambda: np.zeros(0))
+    op: Sequence[str] = ()  # collective operations, indexed by op_index; empty = not known
+    op_index: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

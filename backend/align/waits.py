@@ -109,4 +109,6 @@ def as_facts(calls: Calls, a: Attribution) -> Waits:
         wait_ms=a.wait_ns[keep] / 1e6,
         transfer_ms=a.transfer_ns[keep] / 1e6,
         error_ms=np.minimum(a.error_ns[keep] / 1e6, 1e9),
+        op=calls.ops,
+        op_index=calls.op[keep],
     )
