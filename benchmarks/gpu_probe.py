@@ -84,7 +84,7 @@ def _profiled(step: Callable[[], None], steps: int) -> tuple[list[float], dict[s
         times = _timed(step, steps)
     spent: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if str(event.device_type) == "DeviceType.CUDA":
             spent[event.name].append(event.time_range.elapsed_us())
     return times, {name: statistics.mean(us) for name, us in spent.items()}
 

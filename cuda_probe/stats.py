@@ -74,8 +74,8 @@ class Stats:
         for t in kept:
             if str(t.dtype) not in _DTYPES or t.device.type != "cpu" or not t.is_contiguous():
                 raise ValueError(f"{t.dtype} on {t.device}: needs a contiguous CPU tensor of {', '.join(_DTYPES)}")
-        array = (_Tensor * len(kept))(*((t.data_ptr(), t.numel(), _DTYPES[str(t.dtype)], 0) for t in kept))
+        array = (_Tensor * len(kept))(*(_Tensor(t.data_ptr(), t.numel(), _DTYPES[str(t.dtype)], 0) for t in kept))
         out = _Stats()
         self._lib.ls_stats_cpu(array, len(kept), ctypes.byref(out))
         (largest,) = struct.unpack("<f", struct.pack("<I", out.max_abs_bits))
-        return TensorStats(*(int(getattr(out, n)) for n in COUNT_NAMES), max_abs=largest)
+        return TensorStats(*(int(getattr(out, n)) for n in COUNT_NAMES), largest)
