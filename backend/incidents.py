@@ -21,7 +21,7 @@ from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.nouns import Anomaly, Incident, IncidentStatus, Severity, Subject
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "liveness": ("hang", "crash", "silent_rank", "collective_mismatch"),
+    "liveness": ("collective_mismatch", "hang", "crash", "silent_rank"),
     "memory": ("out_of_memory", "memory_leak"),
     "numerics": (
         "nonfinite", "overflow", "loss_scale_collapse", "lr_drift", "lr_disagree", "grad_explosion", "grad_spike",
@@ -54,6 +54,8 @@ QUIET_STEPS: Mapping[str, int] = {"timing": 60, "numerics": 200, "memory": 200, 
 STOPPED = frozenset({"crash", "out_of_memory"})
 CONFIRM = 3
 """Evaluations in a row that must miss an incident before it is dismissed as not confirmed."""
+FOLDED = "folded"
+"""Ledger stamp of an incident that turned out to be a part of another one."""
 CLOSED = frozenset({IncidentStatus.RESOLVED, IncidentStatus.DISMISSED})
 
 
@@ -123,7 +125,16 @@ def group(anomalies: Sequence[Anomaly]) -> list[list[Anomaly]]:
     return list(groups.values())
 
 
+def _repeats(a: Anomaly, b: Anomaly) -> bool:
+    """The same finding about the same subject again, before the incident could have counted as over."""
+    quiet = QUIET_STEPS.get(family(a.kind), GAP_STEPS)
+    near = a.first_step <= b.last_step + quiet and b.first_step <= a.last_step + quiet
+    return a.kind == b.kind and near and _who(a.subject) == _who(b.subject)
+
+
 def _together(a: Anomaly, b: Anomaly) -> bool:
+    if _repeats(a, b):
+        return True
     fa, fb = family(a.kind), family(b.kind)
     if fa == fb:
         return a.first_step <= b.last_step + GAP_STEPS and b.first_step <= a.last_step + GAP_STEPS
@@ -161,19 +172,41 @@ def join(facts: Facts, anomalies: Sequence[Anomaly], known: Sequence[Case] = (),
 
     ``now_ns`` (Unix) stamps ``detected`` of new incidents; with 0 (offline) they have no such stamp.
     """
-    left = list(known)
+    left = sorted((c for c in known if FOLDED not in c.incident.ledger), key=lambda c: not c.open)
     cases: list[Case] = []
+    again: dict[str, list[Anomaly]] = {}
     for members in sorted(group(anomalies), key=lambda g: min(a.first_step for a in g)):
         match = next((c for c in left if _same(c, members)), None)
         if match is None:
             cases.append(_opened(facts, members, now_ns))
         else:
-            left.remove(match)
-            cases.append(_renewed(facts, match, members, now_ns))
-    return cases + [_unseen(facts, case, now_ns) for case in left]
+            again.setdefault(match.incident.id, []).extend(members)
+    for case in left:
+        seen = again.get(case.incident.id)
+        cases.append(_renewed(facts, case, seen, now_ns) if seen else _unseen(facts, case, now_ns))
+    return cases
+
+
+def fold(case: Case, into: Case) -> Case:
+    """``into`` with what ``case`` saw: both were signs of one trouble."""
+    return replace(
+        into,
+        anomalies=(*into.anomalies, *(a for a in case.anomalies if a not in into.anomalies)),
+        first_step=min(into.first_step, case.first_step),
+        last_step=max(into.last_step, case.last_step),
+        families=into.families | case.families,
+    )
+
+
+def folded(case: Case, now_ns: int) -> Case:
+    """The case closed because it is a part of another one."""
+    ledger = {**case.incident.ledger, FOLDED: rfc3339(now_ns)}
+    return replace(case, incident=replace(case.incident, status=IncidentStatus.DISMISSED, ledger=ledger))
 
 
 def _same(case: Case, members: Sequence[Anomaly]) -> bool:
+    if case.open and any(_repeats(a, b) for a in members for b in case.anomalies):
+        return True
     if not case.families & {family(a.kind) for a in members}:
         return False
     first, last = min(a.first_step for a in members), max(a.last_step for a in members)

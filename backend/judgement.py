@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from lanterne import causal
 from lanterne.backend import detect, incidents
 from lanterne.backend.detect.base import Levels, step_ms
 from lanterne.backend.incidents import Case
-from lanterne.causal.facts import Diagnosis, Facts
+from lanterne.causal.facts import Diagnosis, Facts, Waits
+from lanterne.causal.scoring import CLAIM
 from lanterne.nouns import Anomaly, Cause, CauseCategory, Cost, Evidence, IncidentStatus, Report, to_json
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, level
             seen = [incidents.from_diagnosis(facts, diagnosis)]
             cases = [*cases, *seen]
         cases = _told(facts, cases, seen, diagnosis, now_ns)
+        cases = _folded(cases, {case.incident.id for case in known}, now_ns)
     return Judgement(report=report_of(facts, cases), cases=tuple(cases))
 
 
@@ -96,18 +98,89 @@ def _told(
     """Give each cause to the incident that it fits best; an incident left without one says that it is not known."""
     share: dict[str, list[Cause]] = {case.incident.id: [] for case in seen}
     for cause in diagnosis.causes:
+        if cause.category is CauseCategory.UNKNOWN:
+            continue
         best = max(seen, key=lambda case: (fit(case, cause), -case.first_step))
         if len(seen) == 1 or fit(best, cause) > 0:
             share[best.incident.id].append(cause)
     told = []
     for case in cases:
-        if case.incident.id in share:
-            causes = share[case.incident.id] or [_unknown(case)]
-            first = bool(diagnosis.causes) and causes[0] is diagnosis.causes[0]
-            verdict = diagnosis.verdict if first else ""  # the engine's sentence is about its first cause
-            case = incidents.diagnosed(case, replace(diagnosis, causes=tuple(causes), verdict=verdict), now_ns)
+        if case.incident.id in share and (share[case.incident.id] or not _known_cause(case)):
+            answer = _about(facts, case, share[case.incident.id], diagnosis)
+            case = incidents.diagnosed(case, answer, now_ns)
         told.append(case)
     return told
+
+
+def _known_cause(case: Case) -> Cause | None:
+    """The cause that the incident was given with confidence, now or in an earlier evaluation."""
+    causes = case.incident.causes
+    sure = causes and causes[0].category is not CauseCategory.UNKNOWN and causes[0].confidence >= CLAIM
+    return causes[0] if sure else None
+
+
+def _about(facts: Facts, case: Case, causes: Sequence[Cause], diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis as far as it is about one incident; of a trouble that is over, as it stood at its end."""
+    if not causes and len(facts.steps) and case.last_step + incidents.GAP_STEPS < int(facts.steps[-1]):
+        then = _diagnose(until(facts, case.last_step), case.anomalies)
+        fitting = tuple(priced(facts, c) for c in then.causes if c.category is not C.UNKNOWN and fit(case, c) >= 4)
+        if fitting:
+            verdict = then.verdict if fitting[0].category is then.causes[0].category else ""
+            return replace(then, causes=fitting, verdict=verdict)
+    first = bool(causes) and bool(diagnosis.causes) and causes[0] is diagnosis.causes[0]
+    verdict = diagnosis.verdict if first else ""  # the engine's sentence is about its first cause
+    if not causes and len(diagnosis.causes) == 1:
+        causes = [c for c in diagnosis.causes if c.category is CauseCategory.UNKNOWN]  # it says what would settle it
+    return replace(diagnosis, causes=tuple(causes) or (_unknown(case),), verdict=verdict)
+
+
+def until(facts: Facts, step: int) -> Facts:
+    """The facts up to a step (inclusive), as a reader at that time had them."""
+    rows = int(np.searchsorted(facts.steps, step, side="right"))
+    keep = facts.waits.step <= step
+    columns = {f.name: getattr(facts.waits, f.name) for f in fields(facts.waits)}
+    waits = Waits(**{n: v[keep] if isinstance(v, np.ndarray) and len(v) else v for n, v in columns.items()})
+    return replace(
+        facts,
+        steps=facts.steps[:rows],
+        step_start_ns=facts.step_start_ns[:rows],
+        series={name: values[:rows] for name, values in facts.series.items()},
+        waits=waits,
+        events=[e for e in facts.events if e.step <= step],
+        collectives=[c for c in facts.collectives if c.step <= step],
+    )
+
+
+def _folded(cases: Sequence[Case], known: set[str], now_ns: int) -> list[Case]:
+    """Fold what has no cause of its own, or a stall that passed, into the incident whose cause explains it."""
+    out = list(cases)
+    for case in cases:
+        owner = next((o for o in out if o.incident.id != case.incident.id and _explains(o, case)), None)
+        if owner is None:
+            continue
+        out[out.index(owner)] = incidents.fold(case, owner)
+        at = next(i for i, c in enumerate(out) if c.incident.id == case.incident.id)
+        if case.incident.id in known:
+            out[at] = incidents.folded(case, now_ns)
+        else:
+            del out[at]
+    return out
+
+
+def _explains(owner: Case, case: Case) -> bool:
+    cause, own = _known_cause(owner), _known_cause(case)
+    passed = case.incident.kind == "hang" and case.incident.status is IncidentStatus.RESOLVED
+    if cause is None or owner.incident.status is IncidentStatus.DISMISSED or (own is not None and not passed):
+        return False
+    if case.incident.status in (IncidentStatus.DISMISSED, IncidentStatus.ACTING, IncidentStatus.VERIFYING):
+        return False
+    gap = incidents.GAP_STEPS
+    if case.first_step > owner.last_step + gap or owner.first_step > case.last_step + gap:
+        return False
+    ranks = {a.subject.rank for a in case.anomalies} | ({own.subject.rank} if own is not None else set())
+    ranks -= {None}
+    costs_time = FAMILY_OF_CAUSE.get(cause.category, "numerics") in {"timing", "memory", "storage", "liveness"}
+    return cause.subject.rank in ranks or (not ranks and costs_time)
 
 
 def fit(case: Case, cause: Cause) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
 from lanterne.backend.align.facts import assemble, build_facts, read_window
-from lanterne.backend.incidents import Case, family
+from lanterne.backend.incidents import FOLDED, Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
 from lanterne.backend.policy import Door
 from lanterne.backend.store.batch import Batch
@@ -164,7 +164,8 @@ class LiveRunner:
         expected = _world_size(self.control, job, attempt)
         facts, clocks = assemble(frame, now_ns=now, ranks_expected=expected, sources=("live",))
         judgement = evaluate(facts, watched.cases, now_ns=now)
-        watched.cases = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
+        settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
+        watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
         watched.last_ns = now
         self._keep_waits(job, attempt, watched, facts)
         self._keep_clocks(job, attempt, watched, facts, clocks)
@@ -263,6 +264,8 @@ def known_cases(control: ControlStore, job: str, attempt: int) -> list[Case]:
     cases = []
     for record in control.incidents(job, attempt=attempt):
         incident = record.incident
+        if FOLDED in incident.ledger:
+            continue
         first = incident.opened_step or 0
         since = [c.since_step for c in incident.causes if c.since_step is not None]
         cases.append(

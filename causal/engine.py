@@ -33,6 +33,7 @@ from lanterne.causal.scoring import CLAIM, LEAD, calibrated
 from lanterne.nouns import Anomaly, Cause, CauseCategory, EventName, Subject, Symptom
 
 CAUSES_MAX = 8
+VICTIMS_MAX = 16
 STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
     exits.findings,
     memory.findings,
@@ -140,13 +141,25 @@ def _wrap(cause: Cause, facts: Facts) -> Finding:
         "memory": "failed allocation",
     }
     link = Link(metric=f"{family}_evidence", label=says[:80], weight=0.97, says=says)
+    waiting = _waiting(facts, cause.subject.rank) if family == "hang" else ()
     return Finding(
         cause=cause,
         family=family,
         symptom=symptom.get(family, "step time" if family == "straggler" else "loss"),
         path=(link,),
+        symptoms=waiting,
         stops=cause.category in STOPPING,
     )
+
+
+def _waiting(facts: Facts, culprit: int | None) -> tuple[Symptom, ...]:
+    """Ranks that stand in a call which they entered and which nobody completed: victims."""
+    found: dict[int, Symptom] = {}
+    for call in facts.collectives:
+        if call.completed_ns <= 0 and call.rank != culprit:
+            says = f"rank {call.rank} waits in {call.op} number {call.sequence} of group {call.group.split('#')[0]}"
+            found.setdefault(call.rank, Symptom(kind="wait", says=says, subject=Subject(rank=call.rank)))
+    return tuple(found[rank] for rank in sorted(found))[:VICTIMS_MAX]
 
 
 def diagnose(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> Diagnosis:

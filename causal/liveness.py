@@ -24,6 +24,9 @@ from lanterne.nouns import Anomaly, Cause, Collective
 DEVICE_LAG_MIN = 2
 """Calls completed by all peers but not by the rank: one may be the watchdog's polling, two are not."""
 
+LIVE = frozenset({"live", "spool", "simulator"})
+"""Sources that our own collector fills."""
+
 _ONE_SIDED = ("broadcast", "reduce", "scatter", "gather", "send", "recv", "coalesced")
 """Calls that one side may complete before the other has entered (``all_`` forms are symmetric)."""
 
@@ -74,6 +77,11 @@ class Stall:
     @property
     def hung(self) -> bool:
         return bool(self.waits or self.dead or self.divergences or self.all_present)
+
+
+def live(facts: Facts) -> bool:
+    """Facts of our own collector: it reports stalls, and calls that are open for a moment are no hang."""
+    return bool(LIVE & set(facts.sources))
 
 
 def symmetric(op: str) -> bool:
@@ -131,7 +139,7 @@ def dead_streams(found: Mapping[str, View]) -> dict[int, tuple[str, int, int]]:
     return dead
 
 
-def _group_waits(view: View, dead: Mapping[int, object]) -> tuple[list[Wait], Wait | None]:
+def _group_waits(view: View, dead: Mapping[int, object], source: str) -> tuple[list[Wait], Wait | None]:
     """The first call of the group that is entered by some members and not by all."""
     pending = {r: c for r in view.calls if r not in dead and (c := view.pending(r)) is not None}
     if not pending:
@@ -146,15 +154,15 @@ def _group_waits(view: View, dead: Mapping[int, object]) -> tuple[list[Wait], Wa
         if not absent:
             continue
         call = next((c for r in waiters if (c := view.calls.get(r, {}).get(at))), first)
-        waits.append(_wait(view, call, waiters, absent))
+        waits.append(_wait(view, call, waiters, absent, source))
         break
     whole = None
     if not waits and set(pending) == set(view.members) and all(c.sequence == sequence for c in pending.values()):
-        whole = _wait(view, first, view.members, ())
+        whole = _wait(view, first, view.members, (), source)
     return waits, whole
 
 
-def _wait(view: View, call: Collective, waiters: Sequence[int], absent: Sequence[int]) -> Wait:
+def _wait(view: View, call: Collective, waiters: Sequence[int], absent: Sequence[int], source: str) -> Wait:
     started = [c.entered_ns for r in waiters if (c := view.calls.get(r, {}).get(call.sequence))]
     return Wait(
         group=view.group,
@@ -165,6 +173,7 @@ def _wait(view: View, call: Collective, waiters: Sequence[int], absent: Sequence
         absent=tuple(absent),
         started_ns=min(started, default=0),
         site=call.site,
+        source=source,
     )
 
 
@@ -199,7 +208,7 @@ def stall(facts: Facts) -> Stall:
     waits: list[Wait] = []
     whole: list[Wait] = []
     for view in found.values():
-        part, full = _group_waits(view, dead)
+        part, full = _group_waits(view, dead, "collectives" if live(facts) else "flight_recorder")
         waits.extend(part)
         if full is not None:
             whole.append(full)

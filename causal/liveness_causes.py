@@ -7,17 +7,19 @@ all. With nothing at all the honest category is ``rank_hung`` (it left a trace) 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
-from lanterne.causal.liveness import Stall, Wait
+from lanterne.causal.liveness import Stall, Wait, live
 from lanterne.causal.liveness_text import boundary, spoken
 from lanterne.causal.streams import Divergence
 from lanterne.causal.words import Words, cause, evidence, line
 from lanterne.nouns import Cause, EventName, Evidence
 from lanterne.nouns import CauseCategory as C
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 STALL_S = 5.0  # DESIGN.md section 6: no progress for max(5 s, …); only for facts of a job that still runs
 STACK_NEED = "a py-spy dump (with --native) of rank {rank}: only a stack tells a held GIL from other host work"
 
@@ -25,8 +27,8 @@ STACK_NEED = "a py-spy dump (with --native) of rank {rank}: only a stack tells a
 def explain(facts: Facts, seen: Stall) -> list[Cause]:
     """All causes of the liveness kind, best first."""
     words = Words(facts)
-    if not facts.ended and not _stands_still(facts, seen):
-        seen = Stall()
+    if (live(facts) or not facts.ended) and not _stands_still(facts, seen):
+        seen = Stall(divergences=seen.divergences)
     out = _dead(facts, seen)
     if seen.divergences:
         return [*out, *(c for d in seen.divergences[:3] if (c := _diverged(d, words)) is not None)]
@@ -44,7 +46,9 @@ def _stands_still(facts: Facts, seen: Stall) -> bool:
     if any(e.name == EventName.STALL for e in facts.events):
         return True
     started = [x.started_ns for x in (*seen.waits, *seen.all_present) if x.started_ns]
-    return bool(started) and facts.now_ns - min(started) > STALL_S * 1e9
+    ends = [e.job_ns for e in facts.events if e.name == EventName.EXITED and e.job_ns]
+    until = min([facts.now_ns, *ends]) if live(facts) else facts.now_ns  # who is ended from outside is in some call
+    return bool(started) and until - min(started) > STALL_S * 1e9
 
 
 def _dead(facts: Facts, seen: Stall) -> list[Cause]:
@@ -87,19 +91,21 @@ def _waiting(wait: Wait) -> Evidence:
         f" {','.join(map(str, wait.absent[:16]))}",
         value=float(len(wait.waiters)),
         unit="ranks",
-        ref=wait.source,
+        ref=f"{wait.source}:{wait.group}/{wait.sequence}" if wait.source == "collectives" else wait.source,
     )
 
 
 def _diverged(d: Divergence, words: Words) -> Cause | None:
     group = d.group.split("#")[0]
+    calls = [c for c in words.facts.collectives if (c.group, c.sequence) == (d.group, d.sequence)]
+    step = max((c.step for c in calls), default=-1)
     proof = [
         evidence(
             f"call {d.sequence} of group {group}: rank {','.join(map(str, d.ranks[:8]))} runs {d.theirs}, the others"
             f" {d.majority}",
             value=float(d.sequence),
             unit="sequence",
-            ref="flight_recorder",
+            ref=f"collectives:{d.group}/{d.sequence}" if live(words.facts) else "flight_recorder",
         )
     ]
     for rank in d.ranks[:2]:
@@ -139,10 +145,10 @@ def _diverged(d: Divergence, words: Words) -> Cause | None:
                 unit="calls",
             )
         )
-        return cause(C.COLLECTIVE_DIVERGENCE, 0.88, proof, rank=odd, group=group, needs=needs)
+        return cause(C.COLLECTIVE_DIVERGENCE, 0.88, proof, rank=odd, group=group, needs=needs, step=step)
     if any(words.of(r, "oom_caught", "batch_skipped", "early_return") for r in d.ranks):
-        return cause(C.COLLECTIVE_DIVERGENCE, 0.9, proof, rank=odd, group=group, needs=needs)
-    return cause(C.COLLECTIVE_MISMATCH, 0.9, proof, rank=odd, group=group, needs=needs)
+        return cause(C.COLLECTIVE_DIVERGENCE, 0.9, proof, rank=odd, group=group, needs=needs, step=step)
+    return cause(C.COLLECTIVE_MISMATCH, 0.9, proof, rank=odd, group=group, needs=needs, step=step)
 
 
 def _roots(facts: Facts, seen: Stall, words: Words) -> list[Cause]:
@@ -196,7 +202,7 @@ def explain_root(
     return [
         cause(
             C.RANK_HUNG,
-            0.85 if wait.source == "flight_recorder" else 0.6,
+            0.85 if wait.source in {"flight_recorder", "collectives"} else 0.6,
             [*proof, *extra],
             rank=rank,
             group=group,
@@ -206,17 +212,24 @@ def explain_root(
 
 
 def _crashed(facts: Facts, words: Words, rank: int) -> bool:
-    if any(
-        e.rank == rank and e.name in {EventName.EXITED, EventName.EXCEPTION, EventName.OUT_OF_MEMORY}
-        for e in facts.events
-    ):
-        return True
+    stalled = any(e.rank == rank and e.name == EventName.STALL for e in facts.events)
+    for e in facts.events:
+        if e.rank == rank and e.name in {EventName.EXCEPTION, EventName.OUT_OF_MEMORY}:
+            return True
+        if e.rank == rank and e.name == EventName.EXITED and not (stalled and _ended_politely(e)):
+            return True
     gone = [e for e in words.of(rank, "rank_failed", "task_exit", "fatal_signal", "process_exit") if not w.is_victim(e)]
     signalled = [e for e in gone if int(w.number(e, "exit_code", 1)) not in (0, -6, 134, -15, 143)]
     raised = [e for e in words.of(rank, "exception") if not w.is_victim(e)]
     last = words.last_line(rank)
     ended = bool(raised) and raised[-1].body[:60] in last
     return bool(signalled) or ended
+
+
+def _ended_politely(event: FactEvent) -> bool:
+    """By SIGINT or SIGTERM: whoever had it enough of the stall, not the rank itself."""
+    signal, code = w.number(event, "signal", 0), w.number(event, "exit_code", 0)
+    return abs(int(signal)) in {2, 15} or int(code) in {-2, -15, 130, 143}
 
 
 def _skipped(own: Sequence[FactEvent], rank: int, group: str | None, proof: Sequence[Evidence]) -> Cause | None:
@@ -337,8 +350,10 @@ def _stack(facts: Facts, rank: int, group: str | None, proof: Sequence[Evidence]
     """What a stack of the rank shows: a held GIL, a loader, a save, another collective."""
     rows = [e for e in facts.events if e.name in {"stack", EventName.STALL} and e.rank == rank and e.body]
     for row in rows:
-        top = row.body[:4000].lower()
-        says = [evidence(f"stack of rank {rank}: {' < '.join(row.body.split(chr(10))[:4])[:300]}", ref=row.ref), *proof]
+        frames = frames_of(row.body)
+        top = "\n".join(frames)[:4000].lower()
+        says = [*proof[:1], *_standing(row, rank)]
+        says += [evidence(f"stack of rank {rank}: {' < '.join(frames[:6])[:500]}", ref=row.ref), *proof[1:]]
         if row.attributes.get("gil") is True and row.attributes.get("others_waiting"):
             return cause(C.GIL_HELD, 0.85, says, rank=rank, group=group)
         if any(x in top for x in ("_next_data", "dataloader", "queue.get", "_try_get_data")):
@@ -349,9 +364,31 @@ def _stack(facts: Facts, rank: int, group: str | None, proof: Sequence[Evidence]
             return cause(C.EXCLUSIVE_WORK, 0.85, says, rank=rank, group=group)
         if any(x in top for x in ("all_reduce", "all_gather", "barrier", "broadcast", "recv (", "send (")):
             return cause(C.COLLECTIVE_DIVERGENCE, 0.75, says, rank=rank, group=group)
-        if row.name == "stack":
-            return cause(C.RANK_HUNG, 0.85, says, rank=rank, group=group)
+        return cause(C.RANK_HUNG, 0.85 if row.name == "stack" else 0.92, says, rank=rank, group=group)
     return None
+
+
+def _standing(row: FactEvent, rank: int) -> list[Evidence]:
+    """Phase and seconds of a stall, as its own shipper measured them."""
+    seconds = w.number(row, "stalled_s", -1.0)
+    if row.name != EventName.STALL or seconds < 0:
+        return []
+    phase, bound = row.attributes.get("phase", ""), w.number(row, "bound_s", STALL_S)
+    says = f"rank {rank} has made no progress for {seconds:.1f} s in {phase or 'its own code'}"
+    return [evidence(f"{says} (bound {bound:.1f} s)", value=seconds, unit="s", baseline=bound, ref=row.ref)]
+
+
+def frames_of(stack: str) -> list[str]:
+    """Innermost frames first of the thread that trains: ``function (file:line)``; the lines themselves in other forms.
+
+    faulthandler lists the newest thread first; the current one carries the signal and is the main thread.
+    """
+    blocks = [b for b in stack.split("\n\n") if b.strip()]
+    chosen = next((b for b in blocks if b.lstrip().startswith("Current thread")), blocks[-1] if blocks else "")
+    found = _FRAME.findall(chosen)
+    if not found:
+        return [line.strip() for line in chosen.splitlines() if line.strip()]
+    return [f"{name} ({'/'.join(path.split('/')[-2:])}:{at})" for path, at, name in found]
 
 
 def _all_present(wait: Wait, words: Words) -> list[Cause]:

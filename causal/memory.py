@@ -20,6 +20,8 @@ SERIES = {
     "cgroup_bytes": "container memory",
     "shm_bytes": "shared memory",
 }
+SHARED = frozenset({"cgroup_bytes", "shm_bytes"})
+"""Read per rank, but the same number for all ranks of a container."""
 BLOCKS = 8
 RISE_SHARE_MIN = 0.08  # of the level before
 RISE_BYTES_MIN = 64 << 20
@@ -105,6 +107,8 @@ def _hinge(t: Floats, y: Floats, knee: float) -> tuple[float, float, float]:
 def _leaks(frame: Frame) -> list[Finding]:
     per_rank: dict[int, list[Trend]] = {}
     for name in SERIES:
+        if name in SHARED and per_rank:
+            continue  # the ranks of a host share it: it says nothing that the rank's own memory does not say better
         found = _trends(frame, name)
         if len(found) > 0.5 * len(frame.ranks) and len(frame.ranks) > 2:
             return [_leak_finding(frame, found, None)]

@@ -53,7 +53,7 @@ def findings(frame: Frame) -> list[Finding]:
         f" before {number(rise.before, 'ms')}"
     )
     evidence = [Evidence(says=says, value=rise.after, unit="ms", baseline=rise.before, ref="transfer_ms"), *how]
-    evidence.append(_nobody_late(frame, now, before))
+    evidence.append(_nobody_late(frame, now, before, delta))
     clear = 1 - np.exp(-0.35 * delta / max(rise.noise, 1e-6))
     size = 1 - np.exp(-20 * delta / max(frame.base_step_ms, 1e-9))
     confidence = float(clear * size * rise.steady * sure)
@@ -195,8 +195,12 @@ def _hot_hosts(frame: Frame, hot: Ints) -> list[int]:
     return [int(h) for h in np.flatnonzero(count > HOT_SHARE * size)]
 
 
-def _nobody_late(frame: Frame, now: Bools, before: Bools) -> Evidence:
+def _nobody_late(frame: Frame, now: Bools, before: Bools, delta: float) -> Evidence:
     lead1 = stats.rows_median(stats.top2(frame.own[now])[1])
     lead0 = stats.rows_median(stats.top2(frame.own[before])[1])
     says = f"nobody is late: the slowest rank leads by {number(lead1, 'ms')}, before {number(lead0, 'ms')}"
+    if lead1 - lead0 > 0.1 * delta:
+        says = (
+            f"late arrivals explain less: the slowest rank leads by {number(lead1, 'ms')}, before {number(lead0, 'ms')}"
+        )
     return Evidence(says=says, value=lead1, unit="ms", baseline=lead0, ref=frame.locator)

@@ -52,6 +52,10 @@ def _same_rank(cause: Finding, effect: Finding) -> bool:
     return cause.cause.subject.rank is None or cause.cause.subject.rank == effect.cause.subject.rank
 
 
+def _saving(finding: Finding) -> float:
+    return finding.cause.cost.saving_ms_per_step or 0.0
+
+
 def _any(cause: Finding, effect: Finding) -> bool:
     del cause, effect
     return True
@@ -108,6 +112,12 @@ RULES: tuple[Rule, ...] = (
         frozenset({C.RANK_HUNG, *LATE}),
         lambda a, b: _same_rank(a, b) and a.cause.since_step == b.cause.since_step,
         "the others wait for the checkpoint",
+    ),
+    Rule(
+        frozenset({C.SLOW_LINK}),
+        frozenset({C.SLOW_COMPUTE}),
+        lambda a, b: _after(a, b) and _saving(b) < 0.5 * _saving(a),
+        "who leaves a slow transfer last enters the next one late",
     ),
     Rule(
         frozenset({C.PARTITION_IMBALANCE}),

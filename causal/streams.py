@@ -35,8 +35,10 @@ class Divergence:
 
 
 def numel(shape: str) -> int:
-    """Elements of the inputs of a ``[[4, 2]]->[[8, 2]]`` or ``(4, 2)`` text; 0 where it does not say."""
+    """Elements of the inputs of a ``[[4, 2]]->[[8, 2]]``, ``(4, 2)`` or ``8`` text; 0 where it does not say."""
     total = 0
+    if shape.strip().isdigit():  # the live tap writes the number of elements alone
+        return int(shape)
     for dims in _SHAPE.findall(shape.replace("(", "[").replace(")", "]").split("->")[0]):
         numbers = [int(n) for n in dims.split(",") if n.strip()]
         if numbers or dims.strip() == "":

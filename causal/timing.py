@@ -27,6 +27,7 @@ PERSISTENT_SHARE_MIN = 0.15
 LOCI_MAX = 4
 HIDDEN_SHARE = 0.3  # saves less than this of its own loss while the bigger ones are not repaired
 CANDIDATES_MAX = 96
+ONE_LEADS_SHARE = 0.7  # of the rows: more is one straggler, not a lead that wanders
 
 
 @dataclass(slots=True)
@@ -264,5 +265,8 @@ def spread_lead(frame: Frame, without: Ints) -> SpreadLead | None:
     if not np.isfinite(before + after) or after - before < max(
         0.04 * frame.base_step_ms, 2 * stats.noise_of(lead[:at])
     ):
+        return None
+    leads = np.bincount(stats.top2(own[at:])[0], minlength=own.shape[1])
+    if leads.max() > ONE_LEADS_SHARE * leads.sum():
         return None
     return SpreadLead(int(rows[at]), before, after)

@@ -282,7 +282,7 @@ class Shipper:
         for rank in self._living():
             ending = rank.ending()
             if ending is not None:
-                self._say(rank, *rank.drain(), rank.report_exit(ending))
+                self._say(rank, *rank.drain(), *rank.report_pending(), rank.report_exit(ending))
                 said = True
         return said
 

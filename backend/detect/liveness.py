@@ -54,7 +54,7 @@ def hang(facts: Facts) -> list[Anomaly]:
     if not stalls:
         return []
     first = min(step_at(facts, e) for e in stalls.values())
-    at = min(e.job_ns for e in stalls.values())
+    at = min(e.job_ns - int(attribute(e, "stalled_s", default=0.0) * 1e9) for e in stalls.values() if e.job_ns)
     seconds = max(attribute(e, "stalled_s", default=0.0) for e in stalls.values())
     bound = max(attribute(e, "bound_s", default=5.0) for e in stalls.values())
     outside = [r for r in stalls if r not in waiting]
@@ -154,6 +154,16 @@ def _crash_says(event: FactEvent) -> str:
     return f"rank {event.rank} exited with code {int(attribute(event, 'exit_code', default=0))}"
 
 
+def _took_part(facts: Facts) -> dict[int, int]:
+    """Rank -> last step in which a peer came out of a call of a group with it: it lives, only its data are not here."""
+    last: dict[int, int] = {}
+    for call in facts.collectives:
+        if call.completed_ns > 0:
+            for rank in facts.groups.get(call.group, ()):
+                last[rank] = max(last.get(rank, NO_STEP), call.step)
+    return last
+
+
 def silent(facts: Facts) -> list[Anomaly]:
     """Ranks that stopped reporting while others went on, and ranks that never reported."""
     found: list[Anomaly] = []
@@ -165,9 +175,10 @@ def silent(facts: Facts) -> list[Anomaly]:
     usual_s = max(float(np.nanmedian(step_ms(facts))), 1.0) / 1e3
     bound = max(SILENT_FLOOR_S, SILENT_FACTOR * usual_s)
     over = {e.rank for e in events(facts, EventName.EXITED, EventName.CLOSED, EventName.STALL, EventName.EXCEPTION)}
+    took_part = _took_part(facts)
     for r in np.flatnonzero(behind * usual_s > bound):
         rank = facts.ranks[int(r)]
-        if rank not in over:
+        if rank not in over and took_part.get(rank, NO_STEP) < int(facts.steps[last.max()]) - 1:
             step = int(facts.steps[max(int(last[r]), 0)])
             found.append(
                 finding(
