@@ -31,7 +31,7 @@ def main() -> None:
     data = torch.randn(STEPS, 8, 32, generator=torch.Generator().manual_seed(rank))
     for step, x in enumerate(session.steps(data)):
         if attached and rank == SLOW and step >= ONSET:
-            time.sleep(0.03)
+            time.sleep(0.08)
         loss = ddp(x).pow(2).mean()
         loss.backward()
         optimizer.step()
