@@ -15,6 +15,8 @@ from lanterne.nouns import Anomaly, EventName, Severity
 HISTORY = 50
 HISTORY_MIN = 12
 SPIKE_Z = 8.0
+LOG_Z = 5.0
+"""Norms and losses of small batches are log-normal: a spike must stand out among the logarithms as well."""
 LOSS_RISE = 3.0
 """Single-step rise by 200% (contract)."""
 GRAD_SPIKE = 5.0
@@ -102,9 +104,17 @@ def _jumps(x: FloatArray, ratio: float) -> list[tuple[int, float, float, float]]
         usual, scale = float(np.median(past)), robust_scale(past)
         scale = max(scale, 0.05 * abs(usual))
         z = (float(x[t]) - usual) / scale
-        if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max():
+        if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max() and _log_z(past, x[t]) > LOG_Z:
             found.append((int(t), float(x[t]), usual, z))
     return found
+
+
+def _log_z(past: FloatArray, value: float) -> float:
+    """Distance in the logarithms' own scale; infinite where something is not positive."""
+    if value <= 0 or past.min() <= 0:
+        return float("inf")
+    logs = np.log(past)
+    return float((np.log(value) - np.median(logs)) / max(robust_scale(logs), float(logs.std()), 0.05))
 
 
 def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:

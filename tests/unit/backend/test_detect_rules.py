@@ -1,0 +1,278 @@
+"""For every rule one fault that fires it and one neighbour that must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from detect_runs import SHAPES, T0, clean, event, facts, series
+
+from lanterne.backend import detect
+from lanterne.backend.detect.base import Levels
+from lanterne.causal.facts import FactEvent, Facts
+from lanterne.nouns import Collective
+
+Make = Callable[[], Facts]
+AT = 100
+
+
+def late(ms: float, rank: int = 2, steps: slice = slice(AT, None)) -> Facts:
+    found = series()
+    found["lateness_ms"][steps, rank] += ms
+    found["step_ms"][steps] += ms
+    return facts(found)
+
+
+def sporadic(every: int) -> Facts:
+    found = series()
+    rows = np.arange(20, 200, every)
+    found["lateness_ms"][rows, 1] += 400
+    found["step_ms"][rows] += 400
+    return facts(found)
+
+
+def put(name: str, rows: slice, value: float, rank: int | None = None, *, factor: bool = False) -> Facts:
+    found = series()
+    columns = slice(None) if rank is None else rank
+    found[name][rows, columns] = found[name][rows, columns] * value if factor else value
+    return facts(found)
+
+
+def waiting(ms: float, steps: slice = slice(AT, None)) -> Facts:
+    found = series()
+    found["data_wait_ms"][steps] += ms
+    found["step_ms"][steps] += ms
+    return facts(found)
+
+
+def transfers(factor: float) -> Facts:
+    found = series(step_ms=200.0)
+    more = found["transfer_ms"][AT:] * (factor - 1)
+    found["transfer_ms"][AT:] += more
+    found["step_ms"][AT:] += more
+    return facts(found)
+
+
+def slower(factor: float, steps: int) -> Facts:
+    found = series(400, step_ms=900.0)
+    found["step_ms"][200 : 200 + steps] *= factor
+    return facts(found)
+
+
+def garbage(ms: float, everybody: bool = False) -> Facts:
+    found = series()
+    found["gc_ms"][AT::2, :] += ms if everybody else 0.0
+    found["gc_ms"][AT::2, 1] += 0.0 if everybody else ms
+    return facts(found)
+
+
+def throttled(bits: int, clock: float) -> Facts:
+    found = series()
+    found["gpu_throttle"][AT:, 3] = bits
+    found["gpu_clock_mhz"][AT:, 3] = clock
+    return facts(found)
+
+
+def growing(mb_a_step: float, ranks: slice) -> Facts:
+    found = series()
+    found["rss_bytes"][AT:, ranks] += mb_a_step * 1e6 * np.arange(100)[:, None]
+    return facts(found)
+
+
+def skipped(steps: tuple[int, ...], scale: float = 1024.0) -> Facts:
+    return facts(series(), [event("overflow", r, s, scale_after=scale) for s in steps for r in range(4)])
+
+
+def scale(to: float) -> Facts:
+    found = series()
+    found["loss_scale"][150:] = to
+    return facts(found, [event("overflow", 0, 150)])
+
+
+def rate(factor: float, planned: bool, everywhere: bool = True) -> Facts:
+    found = series()
+    found["lr"][AT:, slice(None) if everywhere else 1] *= factor
+    if planned:
+        found["lr_planned"][AT:] *= factor
+    return facts(found)
+
+
+def stepped_down() -> Facts:
+    found = series()
+    del found["lr_planned"]
+    found["lr"][AT:] *= 0.1
+    return facts(found)
+
+
+def checkpoint(ms: float) -> Facts:
+    found = series()
+    found["checkpoint_ms"] = np.zeros((200, 4))
+    found["checkpoint_ms"][[29, 59, 89, 119]] = 900.0
+    found["checkpoint_ms"][149] = ms
+    found["step_ms"] += found["checkpoint_ms"]
+    return facts(found)
+
+
+def saved(missing: bool) -> Facts:
+    told = [event("checkpoint_saved", r, s) for s in (50, 100) for r in range(4)]
+    return facts(series(), told[:-1] if missing else told)
+
+
+def checksum(rows: slice) -> Facts:
+    found = series()
+    found["parameter_checksum"][rows, 2] += 1.0
+    return facts(found)
+
+
+def seeds(*values: int) -> Facts:
+    return facts(series(), [event("seed", r, 0, torch=v) for r, v in enumerate(values)])
+
+
+def stall(phase: str, over: bool = False, last: int = 199) -> Facts:
+    told: list[FactEvent] = [event("stall", 1, last, phase=phase, stalled_s=9.0, bound_s=5.0)]
+    if over:
+        told.append(event("stall_ended", 1, last, phase=phase))
+    calls = [Collective(rank=r, group="0-3", sequence=400, op="allreduce", step=last, entered_ns=T0) for r in (0, 2, 3)]
+    return facts(series(), told, [] if over else calls)
+
+
+def silent(steps: int, said: str = "") -> Facts:
+    found = series(400, step_ms=300.0)
+    for name in found:
+        found[name][400 - steps :, 2] = np.nan
+    return facts(found, [event(said, 2, 400 - steps)] if said else [])
+
+
+def exited(code: int, signal: int = 0) -> Facts:
+    return facts(series(), [event("exited", 2, 199, exit_code=code, signal=signal)])
+
+
+def told(name: str, **attributes: object) -> Facts:
+    return facts(series(), [event(name, 1, 150, **attributes)])  # type: ignore[arg-type]
+
+
+RULES: dict[str, tuple[str, Make, Make]] = {
+    "straggler": ("straggler", lambda: late(60), lambda: late(6)),
+    "straggler, not for one bad step": ("straggler", lambda: late(60), lambda: late(60, steps=slice(100, 103))),
+    "intermittent straggler": ("intermittent_straggler", lambda: sporadic(10), lambda: sporadic(90)),
+    "step time": ("step_time", lambda: slower(1.6, 150), lambda: slower(1.6, 10)),
+    "data stall": ("data_stall", lambda: waiting(90), lambda: waiting(8)),
+    "garbage collection": ("gc_pause", lambda: garbage(80), lambda: garbage(12)),
+    "slow transfer": ("slow_transfer", lambda: transfers(6), lambda: transfers(1.6)),
+    "throttling": ("thermal_throttle", lambda: throttled(0x40, 1200), lambda: throttled(0x04, 1200)),
+    "throttling without loss": ("thermal_throttle", lambda: throttled(0x40, 1200), lambda: throttled(0x40, 1970)),
+    "device errors": (
+        "device_error",
+        lambda: put("gpu_ecc_errors", slice(AT, None), 3.0, 1),
+        lambda: put("gpu_ecc_errors", slice(0, None), 3.0, 1),
+    ),
+    "hang": ("hang", lambda: stall("forward"), lambda: stall("forward", over=True)),
+    "a long checkpoint is no hang": ("hang", lambda: stall("backward"), lambda: stall("checkpoint")),
+    "a long compile is no hang": ("hang", lambda: stall("forward"), lambda: stall("compile")),
+    "an eval is no hang": ("hang", lambda: stall("forward"), lambda: stall("eval")),
+    "crash by code": ("crash", lambda: exited(1), lambda: exited(0)),
+    "crash by signal": ("crash", lambda: exited(0, 9), lambda: exited(0, 15)),
+    "silence": ("silent_rank", lambda: silent(200), lambda: silent(5)),
+    "silence after a clean end": ("silent_rank", lambda: silent(200), lambda: silent(200, "closed")),
+    "mismatch": ("collective_mismatch", lambda: told("collective_mismatch", group="0-3"), lambda: told("recompile")),
+    "out of memory": (
+        "out_of_memory",
+        lambda: told("out_of_memory", allocated_bytes=8e10),
+        lambda: told("gc_pause", duration_ms=9.0),
+    ),
+    "memory in an exception": (
+        "out_of_memory",
+        lambda: told("exception", type="RuntimeError", message="CUDA out of memory"),
+        lambda: told("exception", type="RuntimeError", message="shapes differ"),
+    ),
+    "leak": ("memory_leak", lambda: growing(12, slice(1, 2)), lambda: growing(12, slice(0, 4))),
+    "small growth": ("memory_leak", lambda: growing(12, slice(1, 2)), lambda: growing(0.5, slice(1, 2))),
+    "non-finite": (
+        "nonfinite",
+        lambda: put("grad_norm", slice(AT, AT + 3), np.inf),
+        lambda: put("grad_norm", slice(AT, AT + 3), np.nan),
+    ),
+    "overflow": ("overflow", lambda: skipped((100, 104, 109)), lambda: skipped((40, 90, 140))),
+    "scaler settling": ("overflow", lambda: skipped((100, 101, 102)), lambda: skipped((0, 1, 2, 3))),
+    "scale collapse": ("loss_scale_collapse", lambda: scale(0.5), lambda: scale(32768.0)),
+    "loss spike": (
+        "loss_spike",
+        lambda: put("loss", slice(AT, AT + 3), 12.0),
+        lambda: put("loss", slice(AT, AT + 3), 2.4),
+    ),
+    "gradient spike": (
+        "grad_spike",
+        lambda: put("grad_norm", slice(AT, AT + 2), 40.0),
+        lambda: put("grad_norm", slice(AT, AT + 2), 3.0),
+    ),
+    "gradient explosion": (
+        "grad_explosion",
+        lambda: put("grad_norm", slice(AT, None), 5e4),
+        lambda: put("grad_norm", slice(AT, None), 50.0),
+    ),
+    "gradient vanishing": (
+        "grad_vanishing",
+        lambda: put("grad_norm", slice(AT, None), 1e-8),
+        lambda: put("grad_norm", slice(AT, AT + 5), 1e-8),
+    ),
+    "learning rate off its plan": ("lr_drift", lambda: rate(10, planned=False), lambda: rate(10, planned=True)),
+    "a decay without a plan": ("lr_drift", lambda: rate(0.1, planned=False), stepped_down),
+    "learning rates differ": (
+        "lr_disagree",
+        lambda: rate(1.5, planned=False, everywhere=False),
+        lambda: rate(1.5, planned=True),
+    ),
+    "replicas differ": ("replica_divergence", lambda: checksum(slice(AT, None)), lambda: checksum(slice(0, 1))),
+    "seeds differ": ("seed_mismatch", lambda: seeds(7, 7, 9, 7), lambda: seeds(7, 8, 9, 10)),
+    "checkpoint stall": ("checkpoint_stall", lambda: checkpoint(9000), lambda: checkpoint(1800)),
+    "checkpoint damaged": (
+        "checkpoint_corrupt",
+        lambda: told("checkpoint_verified", ok=False),
+        lambda: told("checkpoint_verified", ok=True),
+    ),
+    "checkpoint incomplete": ("checkpoint_incomplete", lambda: saved(True), lambda: saved(False)),
+}
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_it_fires_and_its_neighbour_does_not(rule: str) -> None:
+    kind, fault, neighbour = RULES[rule]
+    assert kind in {a.kind for a in detect.run(fault())}, "the fault was not seen"
+    assert kind not in {a.kind for a in detect.run(neighbour())}, "the neighbour raised an alarm"
+
+
+@pytest.mark.parametrize(("name", "value"), [("grad_norm", 12.0), ("loss_spikeness", 0.5)])
+def test_a_level_fires_alone_only_where_it_was_chosen(name: str, value: float) -> None:
+    found = series()
+    found["grad_norm"] *= 0
+    found["grad_norm"] += 3.0
+    found[name] = np.full((200, 4), value)
+    chosen = detect.run(facts(found), Levels(chosen=frozenset({name})))
+    assert [(a.kind, a.fired_by) for a in chosen] == [(name, "level")]
+    assert detect.run(facts(found)) == []
+
+
+def test_every_kind_is_tested() -> None:
+    tested = {kind for kind, _, _ in RULES.values()} | {"grad_norm", "loss_spikeness"}
+    assert tested >= set(detect.KINDS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_clean_runs_raise_nothing(shape: str) -> None:
+    for seed in range(3):
+        assert [(seed, a.kind, a.says) for a in detect.run(clean(shape, seed))] == []
+
+
+def test_a_ten_minute_checkpoint_of_the_usual_length_is_quiet() -> None:
+    found = series(300, step_ms=900.0)
+    found["checkpoint_ms"] = np.zeros((300, 4))
+    found["checkpoint_ms"][49::50] = 600_000.0
+    found["step_ms"] += found["checkpoint_ms"]
+    assert detect.run(facts(found)) == []
+
+
+def test_nothing_is_said_about_an_empty_window() -> None:
+    assert detect.run(Facts(job="job")) == []
+    assert detect.run(replace(facts(series(3)), ranks_expected=4)) == []
