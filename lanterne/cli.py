@@ -48,7 +48,7 @@ def demo(
     fault: Annotated[str, typer.Option(help="Which fault to inject for real, or `none`.")] = "slow-rank",
     rank: Annotated[int, typer.Option(help="The culprit.")] = 2,
     ranks: Annotated[int, typer.Option(help="World size.")] = 4,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 240,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; 0 = as many as the fault needs.")] = 0,
     onset: Annotated[int, typer.Option(help="First faulty step.")] = 60,
     seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 1234,
     port: Annotated[int, typer.Option(help="Port of page and API; 0 = any free one.")] = 0,

@@ -31,20 +31,27 @@ from lanterne.settings import ServerSettings, load
 
 HANG_WAIT_S = 40.0
 DRAIN_S = 25.0
-SETTLE_S = 3.0
+SETTLE_S = 2.0
+TAP_BUILD_S = 300
 POLL_S = 0.25
+STEPS, STEPS_WITH_REMEDY = 200, 500
+REMEDIED = frozenset({"lr-jump"})
+"""Faults that a default policy mends by itself: the run goes on until the remedy is verified."""
 STOPPING = frozenset({"hang"})
 """Faults after which the job never ends by itself: the demo ends it once the verdict is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the command line asks for. ``onset`` is the first faulty step; ``policy`` the server's ceiling."""
+    """What the command line asks for. ``onset`` is the first faulty step; ``policy`` the server's ceiling.
+
+    ``steps`` 0 takes :data:`STEPS`, or more where a remedy needs time to be verified.
+    """
 
     fault: str = "none"
     rank: int = 2
     ranks: int = 4
-    steps: int = 240
+    steps: int = 0
     onset: int = 60
     seed: int = 1234
     port: int = 0
@@ -59,8 +66,13 @@ class DemoOptions:
             raise UsageError(f"--ranks {self.ranks}: a distributed job has at least 2 ranks")
         if not 0 <= self.rank < self.ranks:
             raise UsageError(f"--rank {self.rank} is outside 0 to {self.ranks - 1}")
-        if not 0 < self.onset < self.steps:
-            raise UsageError(f"--onset {self.onset} is outside 1 to {self.steps - 1} (see --steps)")
+        if not 0 < self.onset < self.length:
+            raise UsageError(f"--onset {self.onset} is outside 1 to {self.length - 1} (see --steps)")
+
+    @property
+    def length(self) -> int:
+        """Steps of the run."""
+        return self.steps or (STEPS_WITH_REMEDY if self.fault in REMEDIED else STEPS)
 
 
 @dataclass
@@ -80,11 +92,20 @@ class Demo:
         with self.server() as base:
             self.base = base
             self.console.print(f"page and API: [bold]{base}[/]   job: {self.job}")
+            self._build_tap()
             self.report = self._train()
             if not self.options.keep:
                 return self.report
             self._keep_serving()
         return self.report
+
+    def _build_tap(self) -> None:
+        """Compile the collective tap if this torch has none yet: once a machine, so that the first run sees all."""
+        with self.console.status("compiling the collective tap (once for this torch, up to a minute)"):
+            command = [sys.executable, "-m", "lanterne.collector.native"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TAP_BUILD_S, check=False)
+        if done.returncode:
+            self.console.print(f"the tap was not built, Python wrapping is used: {done.stderr.strip()[-300:]}")
 
     @contextlib.contextmanager
     def server(self) -> Iterator[str]:
@@ -115,7 +136,7 @@ class Demo:
         return [
             sys.executable, "-m", "lanterne", "run", "--",
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={o.ranks}",
-            "-m", "lanterne.collector.sim.train", f"--steps={o.steps}", f"--fault={o.fault}", f"--rank={o.rank}",
+            "-m", "lanterne.collector.sim.train", f"--steps={o.length}", f"--fault={o.fault}", f"--rank={o.rank}",
             f"--onset={o.onset}", f"--seed={o.seed}", f"--checkpoints={self.folder / 'checkpoints'}",
         ]  # fmt: skip
 
@@ -140,7 +161,7 @@ class Demo:
                 TextColumn("step {task.completed}/{task.total}"), TimeElapsedColumn(),
                 console=self.console, transient=True,
             ) as bar:  # fmt: skip
-                task = bar.add_task(f"training on {self.options.ranks} ranks", total=self.options.steps)
+                task = bar.add_task(f"training on {self.options.ranks} ranks", total=self.options.length)
                 return self._follow(process, lambda step: bar.update(task, completed=step))
         finally:
             _end(process)
