@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from lanterne.causal import field_agents, field_host, field_numerics
+from lanterne.causal import field_agents, field_host, field_known, field_numerics
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.words import Words, cause, evidence, line
@@ -20,6 +20,8 @@ from lanterne.nouns import CauseCategory as C
 LIVE = frozenset({"live", "simulator", "spool"})
 """Sources with full series: there the engine's own stages judge the numbers, not the rules for trainer files."""
 
+SLOW_SAVE_FACTOR, SLOW_SAVE_S = 5.0, 30.0
+"""A save this many times the usual one, and at least this long, is a stall."""
 _WORLD = re.compile(r"world_size_(\d+)_rank_(\d+)")
 
 
@@ -30,14 +32,17 @@ def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
     refuted = _refuted(words)
     rules = [
         *field_host.device(words), *field_host.thermal(words), *_ended_outside(words), *field_host.launch(words),
-        *field_host.host(words), *_memory(words), *_storage(words), *field_host.network(words),
+        *field_host.host(words), *_memory(words), *_storage(words), *_blamed_network(words),
+        *field_known.candidates(words),
     ]  # fmt: skip
     out = _precede(rules)
-    out += [] if out else _crash(words)
+    if all(c.category is C.UNKNOWN for c in out) and (crashed := _crash(words)):
+        out = crashed
     if not any(c.confidence >= 0.5 and c.category is not C.UNKNOWN for c in out):
         out += [] if LIVE & set(facts.sources) else field_numerics.candidates(facts, words)
         out += field_agents.pauses(words)
         out += field_agents.gauges(words)
+    out += [] if out else _only_victims(words)
     if refuted:
         out = [
             *refuted,
@@ -60,7 +65,32 @@ def _precede(rules: list[Cause]) -> list[Cause]:
         drop |= {C.NETWORK_FAILURE, C.INTERFACE_MISCONFIGURED, C.OUT_OF_MEMORY}
     if have & {C.CHECKPOINT_INCOMPLETE, C.CHECKPOINT_CORRUPT} and C.EXTERNAL_TERMINATION in have:
         drop.add(C.EXTERNAL_TERMINATION)
+    if C.RANK_CRASHED in have:
+        drop.add(C.UNKNOWN)  # the program's own error answers what an Xid left open
     return [c for c in rules if c.category not in drop]
+
+
+def _blamed_network(words: Words) -> list[Cause]:
+    """Completion errors alone do not blame a link when a rank had failed by itself: its peers see them too."""
+    own = [e for e in words.said("exception") if e.rank >= 0 and not w.is_victim(e) and not _handled(words, e)]
+    if own and words.said("ib_error") and not words.said("link_down", "port_counter", "bad_gid", "no_interface"):
+        return []
+    return field_host.network(words)
+
+
+def _only_victims(words: Words) -> list[Cause]:
+    """Errors that speak of a peer, and no trace of that peer's own: not healthy, and not enough to judge."""
+    rows = [e for e in words.said("exception") if w.is_victim(e)]
+    if not rows or words.said("collective_timeout", "store_timeout", "terminated", "training_done"):
+        return []
+    return [
+        cause(
+            C.UNKNOWN,
+            0.5,
+            map(line, rows[:3]),
+            needs=("the logs of the other ranks: this error speaks of a peer", "the launcher's report of exit codes"),
+        )
+    ]
 
 
 def _refuted(words: Words) -> list[Cause]:
@@ -134,7 +164,7 @@ def _memory(words: Words) -> list[Cause]:
                 C.SHARED_MEMORY_EXHAUSTED,
                 0.93,
                 proof,
-                rank=shm[0].rank,
+                rank=next((e.rank for e in shm if e.rank >= 0), -1),
                 host=shm[0].host,
                 do="give the container more shared memory (--shm-size, --ipc=host) or use fewer loader workers",
             )
@@ -156,7 +186,8 @@ def _memory(words: Words) -> list[Cause]:
         proof = [line(e) for e in killed[:2]]
         failed = [e for e in words.said("rank_failed", "child_failed") if int(w.number(e, "exit_code")) in (-9, 137)]
         proof += [line(e) for e in failed[:1]]
-        rank = next((e.rank for e in (*failed, *killed) if e.rank >= 0), -1)
+        tasks = [e for e in words.said("task_exit") if "out of memory" in w.text(e)]
+        rank = next((e.rank for e in (*failed, *tasks, *killed) if e.rank >= 0), -1)
         out.append(
             cause(
                 C.OUT_OF_MEMORY,
@@ -170,13 +201,26 @@ def _memory(words: Words) -> list[Cause]:
     return out
 
 
+_MIB = {"MiB": 1.0, "GiB": 1024.0}
+
+
+def _unallocated(text: str) -> float | None:
+    """MiB reserved and not allocated: said so by torch 2.x, the difference of two figures in 1.x."""
+    found = re.search(r"([\d.]+) (MiB|GiB) (?:is )?reserved (?:by PyTorch )?but unallocated", text)
+    if found:
+        return float(found[1]) * _MIB[found[2]]
+    have = re.search(r"([\d.]+) (MiB|GiB) already allocated", text)
+    held = re.search(r"([\d.]+) (MiB|GiB) reserved in total", text)
+    return float(held[1]) * _MIB[held[2]] - float(have[1]) * _MIB[have[2]] if have and held else None
+
+
 def _device_oom(words: Words, rows: list[FactEvent]) -> Cause:
     first = min(rows, key=lambda e: e.job_ns or 1 << 62)
-    found = re.search(r"([\d.]+) (MiB|GiB) (?:is )?reserved (?:by PyTorch )?but unallocated", first.body)
+    found = _unallocated(first.body)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+) (MiB|GiB)", first.body)
-    scale = {"MiB": 1.0, "GiB": 1024.0}
-    if found and tried and float(found[1]) * scale[found[2]] > 2 * float(tried[1]) * scale[tried[2]] > 0:
-        free, asked = float(found[1]) * scale[found[2]], float(tried[1]) * scale[tried[2]]
+    asked = float(tried[1]) * _MIB[tried[2]] if tried else 0.0
+    if found is not None and found > 2 * asked > 0:
+        free = found
         says = evidence(
             f"{free:.0f} MiB are reserved and unallocated, {asked:.0f} MiB were asked for",
             value=free,
@@ -278,10 +322,25 @@ def _storage(words: Words) -> list[Cause]:
                 do="free space, then verify the newest checkpoint before resuming from it",
             )
         )
+    out += [] if out else _slow_saves(words)
     slow = words.said("storage_slow")
     if slow and not out:
         out.append(cause(C.STORAGE_SLOW, 0.75, map(line, slow[:2]), host=slow[0].host))
     return out
+
+
+def _slow_saves(words: Words) -> list[Cause]:
+    """Saves that take many times what the earlier ones took."""
+    rows = [e for e in words.said("checkpoint_took") if w.number(e, "seconds") > 0]
+    seconds = [w.number(e, "seconds") for e in rows]
+    for i in range(2, len(rows)):
+        usual = sorted(seconds[:i])[i // 2]
+        if seconds[i] > max(SLOW_SAVE_FACTOR * usual, SLOW_SAVE_S):
+            says = f"a checkpoint took {seconds[i]:.0f} s, the {i} before it {usual:.1f} s"
+            proof = [evidence(says, value=seconds[i], unit="s", baseline=usual, ref=rows[i].ref)]
+            needs = ("throughput of the checkpoint's disk at that time, per host",)
+            return [cause(C.CHECKPOINT_STALL, 0.75, proof, rank=rows[i].rank, step=rows[i].step, needs=needs)]
+    return []
 
 
 def _path(e: FactEvent) -> str | None:
@@ -350,20 +409,24 @@ def _crash(words: Words) -> list[Cause]:
     proof = [line(e) for e in (*[x for x in named if x.rank == rank][:1], *[x for x in failed if x.rank == rank][:1])]
     codes = [int(w.number(e, "exit_code")) for e in failed if e.rank == rank]
     alive = words.said("still_running")
+    do = _KILL_ON_BAD_EXIT if alive or timeouts else ""
     if alive:
-        proof.append(evidence(f"the job stayed up without it: {w.quote(alive[0])}", ref=alive[0].ref))
-    do = (
-        "read the rank's own traceback; switch on kill-on-bad-exit and TORCH_NCCL_ASYNC_ERROR_HANDLING so that a "
-        "dead rank ends the job"
-        if alive or timeouts
-        else ""
-    )
+        says = f"rank {rank} is dead and the job stays up around it: {w.quote(alive[0])}"
+        proof.insert(0, evidence(says, ref=alive[0].ref))
+        do = "end the job from outside now (scancel, kill), then: " + do
+        return [cause(C.EXTERNAL_TERMINATION, 0.8, proof, rank=rank, host=start.host or None, step=start.step, do=do)]
     needs = (
         ("the kernel log of its host: SIGKILL is the out-of-memory killer's signal",)
         if codes and codes[0] in (-9, 137)
         else ()
     )
     return [cause(C.RANK_CRASHED, 0.85, proof, rank=rank, host=start.host or None, step=start.step, do=do, needs=needs)]
+
+
+_KILL_ON_BAD_EXIT = (
+    "read the rank's own traceback; switch on kill-on-bad-exit (srun --kill-on-bad-exit=1, torchrun) and "
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING so that a dead rank ends the job"
+)
 
 
 def _handled(words: Words, e: FactEvent) -> bool:

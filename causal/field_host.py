@@ -15,6 +15,7 @@ XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 69, 109})
 THERMAL_MASK = 0x20 | 0x40
 MEMLOCK_KBYTES_MIN = 1 << 20
 CPU_BUSY_CORES = 64
+LOCAL_INTERFACES = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
 
 
 def device(words: Words) -> list[Cause]:
@@ -242,7 +243,24 @@ def network(words: Words) -> list[Cause]:
                 needs=("the same counters some minutes later: only growth counts",),
             )
         )
-    return out or transport(words) or rendezvous(words)
+    return out or _bootstrap(words) or transport(words) or rendezvous(words)
+
+
+def _bootstrap(words: Words) -> list[Cause]:
+    """Several hosts, and NCCL's bootstrap on an interface that does not leave the host."""
+    rows = words.said("bootstrap_interface")
+    inner = [e for e in rows if str(e.attributes.get("interface", "")).startswith(LOCAL_INTERFACES)]
+    if not inner or len({e.host for e in rows if e.host}) < 2:
+        return []
+    names = {str(e.attributes["interface"]) for e in inner}
+    hosts = {e.host for e in inner}
+    says = (
+        f"bootstrap uses {', '.join(sorted(names))}, which does not leave its host, on {', '.join(sorted(hosts)[:4])}"
+    )
+    do = "set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the interface that the hosts share"
+    one = hosts.pop() if len(hosts) == 1 else None
+    proof = [evidence(says, ref=inner[0].ref), *map(line, inner[:2])]
+    return [cause(C.INTERFACE_MISCONFIGURED, 0.88, proof, host=one, do=do)]
 
 
 def transport(words: Words) -> list[Cause]:

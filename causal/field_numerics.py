@@ -29,14 +29,14 @@ SPIKE_SIGMAS = 8.0
 def candidates(facts: Facts, words: Words) -> list[Cause]:
     """Causes from series and settings; an unexplained spike only as an abstention."""
     out = [*_nonfinite(facts, words), *_scaler(facts, words)]
-    out += [] if out else [*_replicas(facts, words), *_same_batch(facts, words)]
+    out += [] if out else _replicas(facts, words)
     out += [] if out else [*field_schedule.resume(facts, words), *field_schedule.accumulation(facts, words)]
-    out += [] if out else _metric_keys(words)
+    out += [] if out else [*field_schedule.lr_jump(facts), *_metric_keys(words)]
     out += [] if out else _overflow(words)
     if not out:
         out += field_pace.candidates(facts, words)
-    if not out:
-        out += _spike(facts)
+    out += [] if out else [*_same_batch(facts, words), *_diverges(facts)]
+    out += [] if out else _spike(facts)
     return out
 
 
@@ -325,6 +325,29 @@ def _overflow(words: Words) -> list[Cause]:
             )
         ]
     return []
+
+
+def _diverges(facts: Facts) -> list[Cause]:
+    """The loss turns and climbs above where it began, and stays there: instability, with nothing else to blame."""
+    loss, norm = row_values(facts, "loss"), row_values(facts, "grad_norm")
+    at, x = known_values(loss)
+    if len(x) < 40:
+        return []
+    blocks = np.array([np.median(b) for b in np.array_split(x, 20)])
+    low = int(np.argmin(blocks))
+    climb = blocks[low:]
+    steady = len(climb) >= 4 and float(np.mean(np.diff(climb) > 0)) >= 0.75
+    if not steady or low == 0 or blocks[-1] < 1.2 * blocks[low] or blocks[-1] <= blocks[0]:
+        return []
+    row = int(at[int(low * len(x) / 20)])
+    says = f"the loss climbs from {blocks[low]:.3f} to {blocks[-1]:.3f} since step {int(facts.steps[row])} and stays up"
+    proof = [evidence(says, value=float(blocks[-1]), unit="1", baseline=float(blocks[low]))]
+    before, after = known_values(norm[:row])[1], known_values(norm[row:])[1]
+    if len(before) and len(after) and np.median(after) > 2 * np.median(before):
+        says = f"the gradient norm rose from {np.median(before):.3g} to {np.median(after):.3g}"
+        proof.append(evidence(says, value=float(np.median(after)), unit="1", baseline=float(np.median(before))))
+    needs = ("learning rate, loss scale and batch fingerprints around that step",)
+    return [cause(C.TRAINING_INSTABILITY, 0.7, proof, step=int(facts.steps[row]), needs=needs)]
 
 
 def _spike(facts: Facts) -> list[Cause]:

@@ -12,6 +12,7 @@ from lanterne.nouns import Cause, Evidence
 from lanterne.nouns import CauseCategory as C
 
 F64 = NDArray[np.float64]
+LR_JUMP = 3.0  # a cosine or step schedule never multiplies the rate by this from one step to the next
 
 
 def row_values(facts: Facts, name: str) -> F64:
@@ -48,6 +49,24 @@ def _boundary(facts: Facts, words: Words) -> list[int]:
     steps = [e.step for e in words.said("resumed") if e.step >= 0]
     rows = {int(np.searchsorted(facts.steps, s)) for s in steps if len(facts.steps) and s <= facts.steps[-1]}
     return sorted(r for r in rows if r < len(facts.steps))
+
+
+def lr_jump(facts: Facts) -> list[Cause]:
+    """The learning rate is multiplied from one step to the next after it had been steady, and the loss goes up."""
+    loss, lr = row_values(facts, "loss"), row_values(facts, "lr")
+    at, x = known_values(lr)
+    if len(x) < 12:
+        return []
+    for i in np.flatnonzero((x[10:] > LR_JUMP * x[9:-1]) & (x[9:-1] > 0)) + 10:
+        steady = float(x[i - 10 : i].max()) < 1.5 * float(x[i - 10 : i].min())
+        row = int(at[i])
+        rise = _jump(loss, slice(max(0, row - 20), row), slice(row, row + 20))
+        if steady and rise is not None and rise[1] > 1.05 * rise[0]:
+            says = f"the learning rate went from {x[i - 1]:.3g} to {x[i]:.3g} in one step"
+            proof = [evidence(says, value=float(x[i]), unit="1", baseline=float(x[i - 1])), _rose(rise)]
+            do = "set the learning rate back and resume from the last checkpoint before that step"
+            return [cause(C.LR_MISCONFIGURED, 0.88, proof, step=int(facts.steps[row]), do=do)]
+    return []
 
 
 def resume(facts: Facts, words: Words) -> list[Cause]:

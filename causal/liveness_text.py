@@ -113,7 +113,7 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
         return _silent(words)
     proof = _proof(t)
     done = words.said("training_done")
-    if done and boundary(t.wait):
+    if done and boundary(t.wait) and not _others_in_training(words, t, done):
         says = evidence(f"training had finished: {w.quote(done[-1])}", ref=done[-1].ref)
         return [
             cause(
@@ -125,12 +125,20 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
                 needs=("stacks of all ranks at exit: which rank does not reach the last barrier",),
             )
         ]
-    differing = _different_calls(t)
+    differing = _different_calls(t, words)
     if differing:
         return differing
     if not t.absent:
         return _everybody(words, t, proof)
     return _suspects(facts, words, t, proof, explain_root)
+
+
+def _others_in_training(words: Words, t: Told, done: Sequence[FactEvent]) -> bool:
+    """Only the absent say that they are done, while a waiter's progress bar stands before its end."""
+    if not {e.rank for e in done} <= set(t.absent):
+        return False
+    bars = [words.of(r, "work_progress") for r in t.waiters]
+    return any(w.number(b[-1], "done") < w.number(b[-1], "total") for b in bars if b)
 
 
 def _suspects(facts: Facts, words: Words, t: Told, proof: list[Evidence], explain_root: Explain) -> list[Cause]:
@@ -231,7 +239,7 @@ def _everybody(words: Words, t: Told, proof: list[Evidence]) -> list[Cause]:
     ]  # fmt: skip
 
 
-def _different_calls(t: Told) -> list[Cause]:
+def _different_calls(t: Told, words: Words) -> list[Cause]:
     """Time-outs in one slot with different descriptors."""
     calls: dict[int, tuple[int, str, int]] = {}
     first: dict[int, FactEvent] = {}
@@ -249,6 +257,11 @@ def _different_calls(t: Told) -> list[Cause]:
     odd = sorted(r for r, c in calls.items() if c[1:] != counts[0][0])
     usual = next(r for r, c in calls.items() if c[1:] == counts[0][0])
     proof = [line(first[odd[0]]), line(first[usual])]
+    own = words.of(odd[0], "batch_skipped", "early_return", "oom_caught", "checkpoint_saving", "exclusive_work")
+    if calls[odd[0]][2] == 1 and own and not tie and not words.of(odd[0], "epoch_end"):
+        says = evidence(f"rank {odd[0]} is in another call than its peers after: {w.quote(own[-1])}", ref=own[-1].ref)
+        do = "every rank must reach the same calls: take the barrier or the skip out of the rank-local branch"
+        return [cause(C.COLLECTIVE_DIVERGENCE, 0.8, [says, *proof], rank=odd[0], do=do)]
     if calls[odd[0]][2] == 1 and calls[usual][2] > 1:
         return [cause(C.UNEVEN_INPUTS, 0.75, proof, rank=None if tie else odd[0], needs=("batches consumed per rank",))]
     needs = ("which half is wrong: half of the ranks disagree with the other half",) if tie else ()

@@ -9,6 +9,11 @@ from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.remedies import remedy_for
 from lanterne.nouns import NO_RANK, Cause, CauseCategory, Evidence, Remedy, Subject
 
+_OTHER_READINGS = frozenset(
+    {"log.exception", "log.checkpoint_file_missing", "log.replica_mismatch", "log.loss_scale_minimum", "log.nonfinite"}
+)
+"""Facts that a line of fixed meaning would give besides."""
+
 VICTIM = (
     "watchdog caught",
     "timed out",
@@ -28,6 +33,8 @@ VICTIM = (
     "childfailederror",
     "process group watchdog",
     "signal: 15",
+    "signal: 2",
+    "monitoredbarrier",
     "sigterm",
     "store->get",
     "socket timeout",
@@ -44,13 +51,16 @@ VICTIM = (
 
 
 class Words:
-    """Read-only view of the log facts of one :class:`Facts`."""
+    """Read-only view of the log facts of one :class:`Facts`. A line of fixed meaning is read as nothing else."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self._by_name: dict[str, list[FactEvent]] = defaultdict(list)
         self._by_rank: dict[int, list[FactEvent]] = defaultdict(list)
+        fixed = {(e.ref, e.body) for e in facts.events if e.name == "log.known_error" and e.ref}
         for event in facts.events:
+            if event.name in _OTHER_READINGS and (event.ref, event.body) in fixed:
+                continue
             name = event.name.removeprefix("log.")
             if name != event.name:
                 self._by_rank[event.rank].append(event)

@@ -56,7 +56,8 @@ def _one(source: Source, gather: Gather) -> int:
     for knows, reader in _READERS:
         if knows(source):
             try:
-                return reader(source, gather)
+                found = reader(source, gather)
+                return found if found or not _is_text(source) else text.read(source, gather)
             except UnreadableInput:
                 if not _is_text(source):
                     raise

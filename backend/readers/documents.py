@@ -18,13 +18,15 @@ _PROMETHEUS = re.compile(
     r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[+-]?(?:[\d.eE+-]+|NaN|Inf))(?:\s+\d+)?$"
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_TAGGED = re.compile(r"\[\s*(?!true|false|null|NaN|Infinity)[A-Za-z]")
+"""A log line in brackets (``[rank0]: ...``), not an array."""
 _HANG_GAUGE = re.compile(r"(?:^|_)hang(?:_|$|ed)", re.IGNORECASE)
 
 
 def is_json_document(source: Source) -> bool:
     """A file that is one JSON object or array (not JSON lines)."""
     head = source.text_head.lstrip("\ufeff \t\r\n")
-    if head[:1] not in ("{", "["):
+    if head[:1] not in ("{", "[") or _TAGGED.match(head):
         return False
     first = head.split("\n", 1)[0].rstrip()
     if len(first) < len(head.rstrip()) and first.startswith("{") and first.endswith("}"):

@@ -160,6 +160,8 @@ _alias(
     "data_wait_ms",
     1000.0,
     "data_time",
+    "data_time_s",
+    "data_seconds",
     "dataloader_time",
     "data_loading_time",
     "time_metrics/data_loading(s)",
@@ -199,6 +201,10 @@ _alias(
     "gpu_mem_gb",
     "memory/max_active(gib)",
     "allocated_gib",
+    "max_memory_allocated_gib",
+    "max_memory_allocated_gb",
+    "max_mem_gb",
+    "peak_mem_gb",
 )
 _alias("gpu_allocated_bytes", float(1 << 20), "memory_allocated_mb", "gpu_mem_mb", "allocated_mib")
 _alias("gpu_reserved_bytes", 1.0, "gpu_reserved_bytes", "memory_reserved")

@@ -71,6 +71,10 @@ def flatten(row: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
 
 _QUANTISED = re.compile(r"0\.0{3,}\d?")
 """A learning rate printed with fixed decimals and at most one digit left: 0.000002 says nothing of its course."""
+FINGERPRINTS_MAX = 20_000
+FINGERPRINT_KEYS = tuple(
+    map(key_of, ("batch_fingerprint", "fingerprint", "batch_hash", "sample_ids", "sample_indices"))
+)
 _JUDGED = frozenset({"loss", "grad_norm", "grad_norm_local"})
 
 
@@ -81,6 +85,7 @@ class RowMetrics:
         self.gather, self.rank, self.where = gather, rank, where
         self.count = 0
         self.found = 0
+        self.prints = 0
         self.keys: dict[int, set[str]] = {}
         self.per_rank_columns = re.compile(r"^(?P<name>.+?)[/_.\[ -]?rank[_ -]?(?P<rank>\d+)\]?$", re.IGNORECASE)
 
@@ -114,6 +119,7 @@ class RowMetrics:
         for name in names:
             self.value(name, flat[name], step or 0, who)
         self._note_keys(flat, who)
+        self._fingerprint(by_key, step, who)
         self._words(by_key, step, who)
         return step
 
@@ -150,6 +156,15 @@ class RowMetrics:
     def _note_keys(self, flat: Mapping[str, Any], rank: int) -> None:
         if rank >= 0 and len(self.keys.setdefault(rank, set())) < 1_000:
             self.keys[rank].update(k for k, v in flat.items() if number(v) is not None or v is None)
+
+    def _fingerprint(self, by_key: Mapping[str, Any], step: int | None, rank: int) -> None:
+        """Which samples a rank saw: equal prints on several ranks are the same batch."""
+        value = next((by_key[k] for k in FINGERPRINT_KEYS if by_key.get(k) not in (None, "", [])), None)
+        if value is None or step is None or rank < 0 or self.prints >= FINGERPRINTS_MAX:
+            return
+        self.prints += 1
+        text = ",".join(map(str, value[:64])) if isinstance(value, list) else str(value)
+        self.gather.event("log.batch_fingerprint", rank=rank, step=step, ref=self.where, value=text[:400])
 
     def _words(self, by_key: Mapping[str, Any], step: int | None, rank: int) -> None:
         """Rows that carry an event in words: ``{"event": "resume", "step": 4000}``."""

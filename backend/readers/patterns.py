@@ -26,6 +26,7 @@ class Pattern:
     regex: re.Pattern[str]
     source: str
     example: str
+    means: tuple[tuple[str, AttributeValue], ...] = ()  # cause, sure, do, who of a sentence with one meaning
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +43,8 @@ def patterns() -> tuple[Pattern, ...]:
             except re.error as error:
                 raise ValueError(f"{file.name}: {row.get('name')}: {error}") from error
             contains = tuple(str(c).lower() for c in row["contains"])
-            found.append(Pattern(row["name"], row["event"], contains, regex, row["source"], row["example"]))
+            means = tuple((k, row[k]) for k in ("cause", "sure", "do", "who") if k in row)
+            found.append(Pattern(row["name"], row["event"], contains, regex, row["source"], row["example"], means))
     return tuple(found)
 
 
@@ -76,7 +78,7 @@ def match(line: str) -> Iterator[tuple[Pattern, dict[str, AttributeValue]]]:
         found = pattern.regex.search(text)
         if found is None:
             continue
-        attributes: dict[str, AttributeValue] = {}
+        attributes: dict[str, AttributeValue] = dict(pattern.means)
         for key, captured in found.groupdict().items():
             if captured is not None and captured.strip():
                 short = _SPACES.sub(" ", captured.strip())[:400]

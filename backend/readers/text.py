@@ -32,7 +32,7 @@ _INLINE = (
     re.compile(r"\bRankID[: ](?P<rank>\d+)"),
     re.compile(r"(?<![\w-])(?:global_)?rank[=: ]\s?(?P<rank>\d+)\b(?! (?:and|is running))", re.IGNORECASE),
 )
-_NCCL = re.compile(r"^(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] NCCL")
+_NCCL = re.compile(r"^(?:\[[\d: .T-]+\] )?(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] (?:[\w./]+:\d+ )?NCCL")
 _HOST_PREFIX = re.compile(r"^\s*\[?(?P<host>(?:node|gpu|host|worker|ip|compute|dgx|hgx)[\w.-]*\d)[\]:|]\s")
 _SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
 _TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")

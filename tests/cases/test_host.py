@@ -322,7 +322,9 @@ def test_c63_one_rank_crashed_job_stays(tmp_path: Path, rank: int) -> None:
             logs.say(other, "step 200 loss 3.1")
     logs.say(0 if rank else 1, "JobState=RUNNING Reason=None RunTime=06:12:33")
     cause = first(judge(logs.write(tmp_path)[0]))
-    assert (cause.category, cause.subject.rank) == ("rank_crashed", rank)
+    assert (cause.category, cause.subject.rank) == ("external_termination", rank)
+    assert "kill-on-bad-exit" in cause.remedy.says
+    assert any("ValueError: bad sample 881" in e.says for e in cause.evidence)
 
 
 def test_p7_non_shared_disks(tmp_path: Path) -> None:
