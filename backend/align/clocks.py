@@ -10,10 +10,11 @@
   the lowest rank's host is.
 
 Ranks of one host share one clock. Time is cut into windows, and into segments where a rank's wall clock
-jumped against its monotonic clock (NTP step, suspend). Bounds are carried between the windows of a
+jumped against its monotonic clock (NTP step, suspend), or, unseen by that, against
+all others. Bounds are carried between the windows of a
 segment and widened by the largest drift (``DRIFT_MAX_PPM``, a worst case for crystal oscillators; after a
-first pass by what the segment itself shows). Inside its interval the point is the one at which members
-leave their collectives together, which is how blocking collectives behave (research: clock sync for free).
+first pass by what the segment itself shows). What members' common
+exits add is in ``exits``.
 """
 
 from __future__ import annotations
@@ -23,86 +24,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lanterne.backend.align import exits
+from lanterne.backend.align.clock_table import UNKNOWN_NS, Clocks, Snapshot
 from lanterne.backend.align.frame import Floats, Frame, Ints
 from lanterne.backend.align.matching import Calls, completion_spread_ns
-from lanterne.nouns import ClockOffset
 
+__all__ = ["UNKNOWN_NS", "Clocks", "Snapshot", "estimate", "snapshots_of", "units_of"]
 DRIFT_MAX_PPM = 100.0
 DRIFT_RESIDUAL_PPM = 2.0
+DRIFT_WINDOWS = 10
 WINDOW_NS = 1_000_000_000
-JUMP_NS = 500_000
+JUMP_NS = 50_000
 SAME_HOST_ERROR_NS = 1_000
-UNKNOWN_NS = float(1 << 60)
 PASSES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """One clock exchange of a rank's host with the backend, ns; ``monotonic_ns`` 0 = not known."""
-
-    rank: int
-    t0_ns: int
-    t1_ns: int
-    t2_ns: int
-    t3_ns: int
-    monotonic_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clocks:
-    """Offsets piecewise in time. Arrays [K] sorted by (unit, begin_ns); ``begin_ns`` is the unit's own Unix ns."""
-
-    unit: Mapping[int, int]  # rank -> clock unit (a host, or the rank itself)
-    key_unit: Ints
-    begin_ns: Ints
-    offset_ns: Floats
-    error_ns: Floats
-    drift_ppm: Floats
-    reference: str = "rank"  # or "server"
-
-    def at(self, rank: int, unix_ns: int) -> ClockOffset:
-        """Offset interval of ``rank`` at its own time ``unix_ns``; unknown ranks get offset 0, error 2**60."""
-        offset, error = self.offsets(np.array([rank]), np.array([unix_ns]))
-        drift = self.drift_ppm[self._keys(np.array([rank]), np.array([unix_ns]))[0]] if len(self.begin_ns) else 0.0
-        return ClockOffset(
-            rank=rank, offset_ns=int(offset[0]), error_ns=int(error[0]), at_ns=unix_ns, drift_ppm=float(drift)
-        )
-
-    def offsets(self, ranks: Ints, unix_ns: Ints) -> tuple[Floats, Floats]:
-        """(offset_ns, error_ns) of each (rank, own time), float64 [N]."""
-        if not len(self.begin_ns):
-            return np.zeros(len(ranks)), np.full(len(ranks), UNKNOWN_NS)
-        keys = self._keys(ranks, unix_ns)
-        known = np.isin(ranks, np.fromiter(self.unit, np.int64))
-        past = np.maximum(unix_ns - self.begin_ns[keys], 0).astype(np.float64)
-        offset = self.offset_ns[keys] + self.drift_ppm[keys] * 1e-6 * past
-        return np.where(known, offset, 0.0), np.where(known, self.error_ns[keys], UNKNOWN_NS)
-
-    def job_ns(self, ranks: Ints, unix_ns: Ints) -> Ints:
-        """Own Unix ns -> job ns, [N]."""
-        shifted: Ints = unix_ns - self.offsets(ranks, unix_ns)[0].astype(np.int64)
-        return shifted
-
-    def _keys(self, ranks: Ints, unix_ns: Ints) -> Ints:
-        top = int(max(ranks.max(initial=0), max(self.unit, default=0))) + 2
-        table = np.zeros(top, np.int64)
-        for rank, unit in self.unit.items():
-            table[rank] = unit
-        units = table[np.clip(ranks, 0, top - 1)]
-        base = int(min(self.begin_ns.min(), unix_ns.min(initial=int(self.begin_ns.min()))))
-
-        def packed(unit: Ints, at: Ints) -> Ints:
-            return (unit << 46) | ((at - base) >> 10)
-
-        found = np.searchsorted(packed(self.key_unit, self.begin_ns), packed(units, unix_ns), side="right") - 1
-        first = np.searchsorted(self.key_unit, units)
-        keys: Ints = np.clip(np.maximum(found, first), 0, len(self.begin_ns) - 1)
-        return keys
-
-    def median_error_ns(self) -> int | None:
-        """Median half-width over units and windows; None without evidence."""
-        known = self.error_ns[self.error_ns < UNKNOWN_NS / 2]
-        return int(np.median(known)) if len(known) else None
 
 
 @dataclass(slots=True)
@@ -114,7 +48,7 @@ class _Rows:
     slot: Ints
     first: Ints
     key: Ints
-    at: Floats
+    together: np.ndarray  # exits of this op are simultaneous
 
 
 @dataclass(slots=True)
@@ -126,6 +60,7 @@ class _Keys:
     low: Floats  # from snapshots; -inf where none
     high: Floats
     anchor: np.ndarray  # known to be 0: the reference clock
+    monotonic: Floats  # at ``begin``; 0 = not known
 
 
 def units_of(ranks: Sequence[int], hosts: Mapping[int, str]) -> dict[int, int]:
@@ -165,19 +100,81 @@ def estimate(
     if not len(calls) and not snapshots:
         return _no_evidence(unit)
     rows, keys, base = _prepare(calls, unit, snapshots, window_ns)
-    low, high = _propagate(rows, keys, window_ns, DRIFT_MAX_PPM * 1e-6)
+    rows, keys = _uncross(rows, keys, window_ns)
+    rho = np.full(len(keys.unit), DRIFT_MAX_PPM * 1e-6)
+    low, high, point = _solve(rows, keys, window_ns, rho)
+    jump = _at_jumps(keys, low, high, point, window_ns)
+    if jump.any():
+        rows, keys = _without(rows, keys, jump)
+        low, high, point = _solve(rows, keys, window_ns, rho)
+    slope = np.zeros(len(rho))
+    for _ in range(2):  # better bounds give a better slope, which gives better bounds
+        tilt, rest = _drift(keys, point, low, high)
+        if not np.any(tilt) and not np.any(rest < rho):
+            break
+        low2, high2, point2 = _solve(*_without_drift(rows, keys, tilt), window_ns, rest)
+        if not np.all(low2 <= high2):
+            break
+        shift, slope, rho = tilt * keys.begin, tilt, rest
+        low, high, point = low2 + shift, high2 + shift, point2 + shift
+    return _result(unit, keys, base, low, high, point, slope, bool(snapshots), window_ns)
+
+
+def _solve(rows: _Rows, keys: _Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats, Floats]:
+    """(low, high, point) of each key: causal bounds, then what the exits add."""
+    low, high = _propagate(rows, keys, window_ns, rho)
     point = _points(rows, keys, low, high)
-    slope, residual = _drift(keys, point, low, high, window_ns)
-    if np.any(slope):
-        flat = _without_drift(rows, keys, slope)
-        low2, high2 = _propagate(flat[0], flat[1], window_ns, residual)
-        if np.all(low2 <= high2):
-            point2 = _points(flat[0], flat[1], low2, high2)
-            shift = slope[keys.unit] * keys.begin
-            low, high, point = low2 + shift, high2 + shift, point2 + shift
-        else:
-            slope = np.zeros_like(slope)
-    return _result(unit, keys, base, low, high, point, slope, bool(snapshots))
+    found = exits.of(rows.completed, rows.slot, rows.key, rows.together)
+    return exits.tighten(found, _lines(keys), low, high, point, rho * window_ns)
+
+
+def _uncross(rows: _Rows, keys: _Keys, window_ns: int) -> tuple[_Rows, _Keys]:
+    """Where bounds contradict each other a clock stepped unseen: cut it into windows, then drop the window itself."""
+    rho = np.full(len(keys.unit), DRIFT_MAX_PPM * 1e-6)
+    low, high = _propagate(rows, keys, window_ns, rho)
+    if np.all(low <= high):
+        return rows, keys
+    line = _lines(keys)
+    broken = np.isin(line, line[low > high])
+    cut = np.where(broken, keys.segment * (int(keys.window.max()) + 2) + keys.window + 1, keys.segment)
+    keys = replace(keys, segment=cut)
+    low, high = _propagate(rows, keys, window_ns, rho)
+    bad = low > high
+    if not bad.any():
+        return rows, keys
+    return _without(rows, keys, bad)
+
+
+def _without(rows: _Rows, keys: _Keys, bad: np.ndarray) -> tuple[_Rows, _Keys]:
+    """Forget the evidence of keys in which a clock stepped unseen, and carry nothing across them."""
+    lost, none = bad[rows.key], bad & ~keys.anchor
+    rows = replace(
+        rows, entered=np.where(lost, -np.inf, rows.entered), completed=np.where(lost, np.inf, rows.completed)
+    )
+    edge = np.cumsum(np.diff(bad.astype(np.int64), prepend=0) != 0)
+    segment = np.where(keys.anchor, keys.segment, keys.segment * (int(edge.max(initial=0)) + 1) + edge)
+    low, high = np.where(none, -np.inf, keys.low), np.where(none, np.inf, keys.high)
+    return rows, replace(keys, segment=segment, low=low, high=high)
+
+
+def _at_jumps(keys: _Keys, low: Floats, high: Floats, point: Floats, window_ns: int) -> np.ndarray:
+    """Keys [K] on either side of a jump: neighbours whose intervals lie further apart than drift can carry them."""
+    line, drift = _lines(keys), DRIFT_MAX_PPM * 1e-6 * window_ns
+    known = np.isfinite(low) & np.isfinite(high)
+    error = np.where(known, np.maximum(high - point, point - low), np.inf)
+    apart = np.abs(np.diff(point)) > error[1:] + error[:-1] + drift * np.diff(keys.window)
+    apart &= (line[1:] == line[:-1]) & ~keys.anchor[1:]
+    jump = np.zeros(len(line), bool)
+    jump[1:] |= apart
+    jump[:-1] |= apart
+    return jump
+
+
+def _lines(keys: _Keys) -> Ints:
+    """Number of the clock x segment of each key, [K]; keys are sorted by it."""
+    new = np.diff(keys.unit, prepend=-1).astype(bool) | np.diff(keys.segment, prepend=-1).astype(bool)
+    line: Ints = np.cumsum(new) - 1
+    return line
 
 
 def _one_clock(unit: Mapping[int, int], calls: Calls, snapshots: Sequence[Snapshot]) -> Clocks:
@@ -189,6 +186,8 @@ def _one_clock(unit: Mapping[int, int], calls: Calls, snapshots: Sequence[Snapsh
         offset_ns=np.zeros(1),
         error_ns=np.array([float(SAME_HOST_ERROR_NS)]),
         drift_ppm=np.zeros(1),
+        monotonic_ns=np.zeros(1, np.int64),
+        twice_ns=np.zeros(1),
     )
 
 
@@ -203,6 +202,8 @@ def _no_evidence(unit: Mapping[int, int]) -> Clocks:
         offset_ns=zero,
         error_ns=np.full(len(units), UNKNOWN_NS),
         drift_ppm=zero,
+        monotonic_ns=np.zeros(len(units), np.int64),
+        twice_ns=zero,
     )
 
 
@@ -242,8 +243,13 @@ def _prepare(
     np.maximum.at(low, tail, np.array([s.t0_ns - s.t1_ns for s in snapshots], np.float64))
     np.minimum.at(high, tail, np.array([s.t3_ns - s.t2_ns for s in snapshots], np.float64))
     anchor = np.zeros(len(begin), bool) if snapshots else (distinct[0] == 0) & (distinct[1] == 0)
-    keys = _Keys(distinct[0], distinct[1], distinct[2], begin, low, high, anchor)
-    rows = _Rows(entered, completed, calls.slot, calls.first, key[: len(calls)], when)
+    mono = np.concatenate([calls.monotonic_ns, np.array([s.monotonic_ns for s in snapshots], np.int64)])
+    earliest = np.full(len(begin), np.inf)
+    np.minimum.at(earliest, key, np.where(mono > 0, mono.astype(np.float64), np.inf))
+    earliest = np.where(np.isfinite(earliest), earliest, 0.0)
+    keys = _Keys(distinct[0], distinct[1], distinct[2], begin, low, high, anchor, earliest)
+    together = np.array([any(op in name.lower() for op in exits.TOGETHER) for name in calls.ops] or [False], bool)
+    rows = _Rows(entered, completed, calls.slot, calls.first, key[: len(calls)], together[calls.op])
     return rows, keys, base
 
 
@@ -285,8 +291,8 @@ def _segments(units: Ints, when: Floats, gap: Ints) -> Ints:
     return segment
 
 
-def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: float) -> tuple[Floats, Floats]:
-    """Bounds of each key's offset that hold through its whole window; ``rho`` is the drift bound (ns/ns)."""
+def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats]:
+    """Bounds of each key's offset that hold through its whole window; ``rho`` [K] is the drift bound (ns/ns)."""
     low, high = keys.low - rho * window_ns, keys.high + rho * window_ns
     low[keys.anchor], high[keys.anchor] = 0.0, 0.0
     order = np.argsort(rows.key, kind="stable")
@@ -299,17 +305,17 @@ def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: float) -> tuple[Fl
             done = np.minimum.reduceat(rows.completed - low[rows.key], rows.first)
             above = np.minimum.reduceat((rows.completed - last[rows.slot])[order], first)
             below = np.maximum.reduceat((rows.entered - done[rows.slot])[order], first)
-            high[present] = np.minimum(high[present], above + rho * window_ns)
-            low[present] = np.maximum(low[present], below - rho * window_ns)
+            high[present] = np.minimum(high[present], above + (rho * window_ns)[present])
+            low[present] = np.maximum(low[present], below - (rho * window_ns)[present])
             low[keys.anchor], high[keys.anchor] = 0.0, 0.0
         if np.array_equal(before[0], low) and np.array_equal(before[1], high):
             break
     return _carry(keys, low, high, rho, window_ns)
 
 
-def _carry(keys: _Keys, low: Floats, high: Floats, rho: float, window_ns: int) -> tuple[Floats, Floats]:
+def _carry(keys: _Keys, low: Floats, high: Floats, rho: Floats, window_ns: int) -> tuple[Floats, Floats]:
     """Hand bounds to the neighbouring windows of the same unit and segment, widened by the drift."""
-    line = np.cumsum(np.diff(keys.unit, prepend=-1).astype(bool) | np.diff(keys.segment, prepend=-1).astype(bool))
+    line = _lines(keys)
     at = keys.window.astype(np.float64) * window_ns * rho
     return -_envelope(line, at, -low), _envelope(line, at, high)
 
@@ -360,35 +366,45 @@ def _points(rows: _Rows, keys: _Keys, low: Floats, high: Floats) -> Floats:
     return point
 
 
-def _drift(keys: _Keys, point: Floats, low: Floats, high: Floats, window_ns: int) -> tuple[Floats, float]:
-    """(slope of each unit in ns/ns, residual bound): least squares over windows where all have enough of them."""
-    count = int(keys.unit.max(initial=-1)) + 1
-    slope = np.zeros(count)
+def _drift(keys: _Keys, point: Floats, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+    """(slope, bound on what is left of the drift) of each key, ns/ns [K].
+
+    Least squares a line (clock x segment); kept where the line is long enough to say more than the worst case,
+    and straight: points that each lie within e of the truth give a slope within 3 e / span.
+    """
+    line = _lines(keys)
+    count = int(line.max(initial=-1)) + 1
     error = np.maximum(high - point, point - low)
-    residual = DRIFT_RESIDUAL_PPM * 1e-6
-    for u in range(count):
-        mask = (keys.unit == u) & np.isfinite(error)
-        if not mask.any() or keys.segment[mask].max() > 0 or np.ptp(keys.window[mask]) < 30:
-            return np.zeros(count), DRIFT_MAX_PPM * 1e-6
-        x, y = keys.begin[mask], point[mask]
-        x = x - x.mean()
-        slope[u] = float((x * (y - y.mean())).sum() / (x * x).sum())
-        span = float(np.ptp(keys.window[mask])) * window_ns
-        residual = max(residual, 2.0 * float(np.median(error[mask])) / span)
-    if residual >= DRIFT_MAX_PPM * 1e-6:
-        return np.zeros(count), residual
-    return slope, residual
+    good = np.isfinite(error) & (error < UNKNOWN_NS / 2)
+    x, y = np.where(good, keys.begin, 0.0), np.where(good, point, 0.0)
+
+    def total(values: Floats) -> Floats:
+        return np.asarray(np.bincount(line, np.where(good, values, 0.0), count), np.float64)
+
+    n = np.maximum(total(np.ones(len(line))), 1.0)
+    dx, dy = x - (total(x) / n)[line], y - (total(y) / n)[line]
+    square = total(dx * dx)
+    slope = np.divide(total(dx * dy), square, out=np.zeros(count), where=square > 0)
+    off = np.where(good, np.abs(dy - slope[line] * dx), 0.0)
+    begin = np.flatnonzero(np.diff(line, prepend=-1))
+    worst = np.maximum.reduceat(off, begin)
+    widest = np.maximum.reduceat(np.where(good, error, 0.0), begin)
+    span = np.maximum.reduceat(np.where(good, keys.begin, -np.inf), begin) - np.minimum.reduceat(
+        np.where(good, keys.begin, np.inf), begin
+    )
+    mean = total(error) / n
+    left = np.maximum(DRIFT_RESIDUAL_PPM * 1e-6, 3.0 * mean / np.maximum(span, 1.0))
+    limit = DRIFT_MAX_PPM * 1e-6
+    kept = (n >= DRIFT_WINDOWS) & (left < limit) & (np.abs(slope) < limit) & (worst <= np.maximum(widest, 3.0 * mean))
+    return np.where(kept, slope, 0.0)[line], np.where(kept, left, limit)[line]
 
 
 def _without_drift(rows: _Rows, keys: _Keys, slope: Floats) -> tuple[_Rows, _Keys]:
-    move = slope[keys.unit][rows.key]
-    flat_rows = replace(
-        rows, entered=rows.entered - move * rows.entered, completed=rows.completed - move * rows.entered
-    )
-    shift = slope[keys.unit] * keys.begin
-    return flat_rows, _Keys(
-        keys.unit, keys.segment, keys.window, keys.begin, keys.low - shift, keys.high - shift, keys.anchor
-    )
+    move = slope[rows.key]
+    moved = move * np.where(np.isfinite(rows.entered), rows.entered, 0.0)
+    flat = replace(rows, entered=rows.entered - moved, completed=rows.completed - moved)
+    shift = slope * keys.begin
+    return flat, replace(keys, low=keys.low - shift, high=keys.high - shift)
 
 
 def _result(
@@ -400,10 +416,9 @@ def _result(
     point: Floats,
     slope: Floats,
     server: bool,
+    window_ns: int,
 ) -> Clocks:
-    crossed = low > high
-    low, high = np.where(crossed, high, low), np.where(crossed, low, high)
-    error = np.maximum(high - point, point - low)
+    error = np.where(low <= high, np.maximum(high - point, point - low), np.inf)  # crossed: nothing is known
     error = np.where(np.isfinite(error), np.maximum(error, SAME_HOST_ERROR_NS), UNKNOWN_NS)
     order = np.lexsort((keys.begin, keys.unit))
     return Clocks(
@@ -412,6 +427,23 @@ def _result(
         begin_ns=(keys.begin[order] + base).astype(np.int64),
         offset_ns=point[order],
         error_ns=error[order],
-        drift_ppm=slope[keys.unit[order]] * 1e6,
+        drift_ppm=slope[order] * 1e6,
+        monotonic_ns=keys.monotonic[order].astype(np.int64),
+        twice_ns=_twice(keys, point, window_ns)[order],
         reference="server" if server else "rank",
     )
+
+
+def _twice(keys: _Keys, point: Floats, window_ns: int) -> Floats:
+    """Spread of the unit's offsets where its wall clock went back over this key's time, else 0; ns [K]."""
+    found = np.zeros(len(point))
+    for unit in np.unique(keys.unit):
+        mine = np.flatnonzero(keys.unit == unit)
+        mine = mine[np.argsort(keys.window[mine], kind="stable")]
+        begin = keys.begin[mine]
+        behind = begin < np.maximum.accumulate(begin)
+        ahead = begin > np.minimum.accumulate(begin[::-1])[::-1]
+        if behind.any():
+            low, high = begin[behind].min() - 2 * window_ns, begin[ahead].max() + 2 * window_ns
+            found[mine[(begin >= low) & (begin <= high)]] = np.ptp(point[mine])
+    return found

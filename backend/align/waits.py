@@ -41,7 +41,7 @@ class Attribution:
 def attribute(calls: Calls, clocks: Clocks) -> Attribution:
     """Waits of every call. Linear in the calls but for one sort."""
     n = len(calls)
-    offset, error = clocks.offsets(calls.rank, calls.entered_ns)
+    offset, error = clocks.offsets(calls.rank, calls.entered_ns, calls.monotonic_ns)
     entered = calls.entered_ns - offset.astype(np.int64)
     pending = calls.completed_ns <= 0
     completed = np.where(pending, 0, calls.completed_ns - offset.astype(np.int64))
