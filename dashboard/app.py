@@ -113,6 +113,9 @@ def layout() -> html.Div:
             dcc.Store(id="tick"),
             dcc.Store(id="title"),
             dcc.Store(id="shown"),
+            dcc.Store(id="heat-view"),
+            dcc.Store(id="fleet-told"),
+            dcc.Store(id="job-told"),
             dcc.Download(id="download"),
             _bar(),
             html.Main(
@@ -180,14 +183,14 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 def _trim(app: Any) -> None:
-    """Let the index tell nobody which Python runs here, and know no address of a version check."""
+    """Let the index tell nobody which Python runs here, know no address of a version check, and open no WebSocket."""
     inner = app.interpolate_index
 
     def trimmed(config: str = "", **more: Any) -> Any:
         opening, rest = config.split(">", 1)
         body, closing = rest.rsplit("<", 1)
         found = json.loads(body)
-        for name in ("python_version", "dash_version", "dash_version_url"):
+        for name in ("python_version", "dash_version", "dash_version_url", "websocket"):
             found.pop(name, None)
         plain = json.dumps(found | {"disable_version_check": True}).replace("<", "\\u003c")
         return inner(config=f"{opening}>{plain}<{closing}", **more)

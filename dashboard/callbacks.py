@@ -103,35 +103,41 @@ def _register_routing(app: Dash, api: Api) -> None:
 def _register_live(app: Dash, api: Api) -> None:
     @app.callback(
         Output("fleet-live", "children"),
+        Output("fleet-told", "data"),
         Input("tick", "data"),
         Input("url", "search"),
         State("url", "pathname"),
         State("url", "href"),
+        State("fleet-told", "data"),
         prevent_initial_call=True,
     )
-    async def fleet_live(_tick: int, search: str | None, pathname: str | None, href: str | None) -> Any:
+    async def fleet_live(_tick: int, search: str | None, pathname: str | None, href: str | None, told: Any) -> Any:
         if route(pathname):
-            return no_update
-        return await _shown(fleet.live(api, parse(search), now(), base_of(href)))
+            return no_update, None
+        return _fresh(await _shown(fleet.live(api, parse(search), now(), base_of(href))), told)
 
     @app.callback(
         Output("job-live", "children"),
+        Output("job-told", "data"),
         Output("job-mark", "data"),
+        Output("job-events", "data"),
         Input("tick", "data"),
         State("url", "pathname"),
         State("job-mark", "data"),
+        State("job-told", "data"),
         prevent_initial_call=True,
     )
-    async def job_live(tick: int, pathname: str | None, mark: str | None) -> Any:
+    async def job_live(tick: int, pathname: str | None, mark: str | None, told: Any) -> Any:
         at = route(pathname)
         if len(at) != 2 or at[0] != "jobs":
-            return no_update, no_update
+            return no_update, None, no_update, no_update
         try:
-            body, fresh, _ = await job.live(api, at[1], now())
+            body, fresh, incidents = await job.live(api, at[1], now())
         except ApiError as error:
-            return [parts.failure(error)], no_update
-        redraw = fresh != mark and tick % 3 == 0
-        return body, fresh if redraw else no_update
+            return [parts.failure(error)], None, no_update, no_update
+        if fresh == mark or tick % 3:
+            return *_fresh(body, told), no_update, no_update
+        return *_fresh(body, told), fresh, job.marks(incidents)
 
     _register_live_incidents(app, api)
 
@@ -171,6 +177,12 @@ def _register_live_incidents(app: Dash, api: Api) -> None:
         if route(pathname) != ("incidents",):
             return no_update
         return await _shown(incidents.live(api, parse(search)))
+
+
+def _fresh(body: Answer, told: Any) -> tuple[Any, Any]:
+    """The region and its digest, or nothing where the reader has it already."""
+    found = parts.digest(body)
+    return (no_update, no_update) if found == told else (body, found)
 
 
 async def _shown(found: Awaitable[Answer]) -> Answer:

@@ -14,6 +14,8 @@ from lanterne.dashboard.figures import heat
 from lanterne.dashboard.pages import incident, job
 from lanterne.dashboard.view import job_url, parse
 
+Marks = list[dict[str, Any]] | None
+
 
 def register(app: Dash, api: Api) -> None:
     """Hang the plots' callbacks on the app."""
@@ -31,32 +33,38 @@ def _job_of(pathname: str | None) -> str | None:
 def _register_drawing(app: Dash, api: Api) -> None:
     @app.callback(
         Output("heat", "figure"),
-        Input("url", "search"),
+        Input("heat-view", "data"),
         Input("job-mark", "data"),
+        State("job-events", "data"),
+        State("url", "search"),
         State("url", "pathname"),
     )
-    async def draw_heat(search: str | None, _mark: str | None, pathname: str | None) -> Any:
+    async def draw_heat(_view: Any, _mark: Any, marks: Marks, search: str | None, pathname: str | None) -> Any:
         name = _job_of(pathname)
         if name is None:
             return no_update
         try:
-            return await job.heat_figure(api, name, parse(search))
+            return await job.heat_figure(api, name, parse(search), marks or ())
         except ApiError as error:
             return heat.nothing(error.detail or error.title)
 
     @app.callback(
         Output({"type": "curve", "name": MATCH}, "figure"),
-        Input("url", "search"),
+        Input({"type": "curve-view", "name": MATCH}, "data"),
         Input("job-mark", "data"),
+        State("job-events", "data"),
+        State("url", "search"),
         State("url", "pathname"),
         State({"type": "curve", "name": MATCH}, "id"),
     )
-    async def draw_curve(search: str | None, _mark: str | None, pathname: str | None, key: dict[str, str]) -> Any:
+    async def draw_curve(
+        _view: Any, _mark: Any, marks: Marks, search: str | None, pathname: str | None, key: dict[str, str]
+    ) -> Any:
         name = _job_of(pathname)
         if name is None:
             return no_update
         try:
-            return await job.curve_figure(api, name, key["name"], parse(search))
+            return await job.curve_figure(api, name, key["name"], parse(search), marks or ())
         except ApiError as error:
             return heat.nothing(error.detail or error.title)
 
@@ -70,6 +78,12 @@ def _register_drawing(app: Dash, api: Api) -> None:
         except ApiError as error:
             return html.P(error.detail or error.title, className="dim")
 
+    browser(
+        app,
+        ClientsideFunction(namespace="lanterne", function_name="views"),
+        Input("url", "search"),
+        State({"type": "curve-view", "name": ALL}, "id"),
+    )
     browser(
         app,
         ClientsideFunction(namespace="lanterne", function_name="zoom"),

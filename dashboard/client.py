@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import dash
 import httpx
+import msgspec
 
 COOKIE = "lanterne_token"
 TIMEOUT_S = 20.0
@@ -69,8 +70,8 @@ class Api:
         if not answer.content:
             return {}
         try:
-            return answer.json()
-        except ValueError as error:
+            return msgspec.json.decode(answer.content)
+        except (ValueError, RecursionError) as error:
             raise ApiError(answer.status_code, "the server's answer is not JSON", where) from error
 
     async def get(self, *parts: object, **query: Any) -> Any:

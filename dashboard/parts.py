@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
+from plotly.io.json import to_json_plotly
 
 from lanterne.dashboard import theme
 from lanterne.dashboard.client import ApiError
-from lanterne.dashboard.words import plain
+from lanterne.dashboard.words import clock, day_and_clock, plain
 
 Node = Any
 
@@ -34,6 +36,16 @@ STATUSES: Mapping[str, tuple[str, str]] = {
 def aria(**found: str) -> dict[str, Any]:
     """Accessibility attributes: ``aria(label="x")`` is ``aria-label="x"``."""
     return {f"aria-{name}": value for name, value in found.items()}
+
+
+def ago(moment: Any) -> Node:
+    """A moment whose age the browser counts, so that a second passing changes nothing on the server's side."""
+    return html.Time(clock(moment), dateTime=str(moment or ""), title=day_and_clock(moment), className="ago")
+
+
+def digest(body: Node) -> int:
+    """A number that changes with what is shown: the live regions send only what differs."""
+    return zlib.crc32(to_json_plotly(body).encode())
 
 
 def chip(text: str, tone: str = "calm", sign: str = "") -> Node:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from lanterne import limits, wire
 from lanterne.backend.api import queries, reduce, shapes
@@ -159,8 +160,12 @@ def heatmap(
     to_rank: Annotated[int | None, Query(ge=0, lt=limits.RANKS_MAX)] = None,
     width: Annotated[int, Query(ge=1, le=2_000)] = 500,
     height: Annotated[int, Query(ge=1, le=1_024)] = 256,
-) -> dict[str, Any]:
-    """Ranks by steps, pooled by max so that one rank in a thousand stays a line; null = nothing was sent."""
+) -> Response:
+    """Ranks by steps, pooled by max so that one rank in a thousand stays a line; null = nothing was sent.
+
+    Values carry four decimals. The cells go from the array to JSON without a model in between: a quarter of a
+    million of them pass a model at a second's cost.
+    """
     low, high = from_step, to_step
     if low is None or high is None or to_rank is None:
         bounds = context.store.rows(
@@ -173,16 +178,24 @@ def heatmap(
     unit = "ms" if metric.endswith("_ms") else wire.UNITS.get(metric, "")
     empty = {"metric": metric, "unit": unit, "ranks": [], "steps": [], "values": [], "pooled_by": "max"}
     if high < low or to_rank < from_rank:
-        return empty
+        return _json(empty)
     width = min(width, limits.HEATMAP_CELLS_MAX // height) or 1
     step_width = -(-(high - low + 1) // width)
     rank_width = -(-(to_rank - from_rank + 1) // height)
     cells = _pool(context, at, metric, (low, high, step_width), (from_rank, to_rank, rank_width))
-    return empty | {
-        "ranks": list(range(from_rank, to_rank + 1, rank_width)),
-        "steps": list(range(low, high + 1, step_width)),
-        "values": [[queries.finite(v) for v in row] for row in cells],
-    }
+    return _json(
+        empty
+        | {
+            "ranks": list(range(from_rank, to_rank + 1, rank_width)),
+            "steps": list(range(low, high + 1, step_width)),
+            "values": np.round(cells, 4).tolist(),
+        }
+    )
+
+
+def _json(body: dict[str, Any]) -> Response:
+    """JSON in which NaN and infinities are null, as msgspec writes them."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _pool(

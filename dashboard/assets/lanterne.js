@@ -8,6 +8,22 @@
   function written(found) { var text = found.toString(); return text ? "?" + text : ""; }
   function put(found, key, value) { if (value === "" || value === null || value === undefined) { found.delete(key); } else { found.set(key, value); } }
 
+  // What a figure stands on. A zoom draws the zoomed figure at once and the others when the hand rests.
+  var HEAT = ["from", "to", "from_rank", "to_rank", "heat"], CURVES = ["from", "to", "smooth", "log", "axis", "series"];
+  var REST_MS = 400, drawn = null, zoomed = null, waiting = {};
+  function key(search, names) {
+    var found = query(search);
+    return names.map(function (n) { return n + "=" + (found.get(n) || ""); }).join("&");
+  }
+  function ask(stores, at) {
+    stores.forEach(function (id) { window.dash_clientside.set_props(id, { data: at }); });
+  }
+  function later(what, stores, at, now) {
+    var path = location.pathname;
+    clearTimeout(waiting[what]);
+    waiting[what] = setTimeout(function () { if (location.pathname === path) { ask(stores, at); } }, now ? 0 : REST_MS);
+  }
+
   function ranges(view) {
     // The window of a zoom: {from, to, from_rank, to_rank}; empty strings after a double click; null for anything else.
     if (!view) { return null; }
@@ -27,18 +43,37 @@
     return found;
   }
 
+  var ASKED = ["fleet", "job", "incident", "incidents"].map(function (n) { return "#" + n + "-live[data-dash-is-loading=true]"; }).join(",");
+  function ages() {
+    document.querySelectorAll("time.ago").forEach(function (t) {
+      var s = Math.round((Date.now() - Date.parse(t.dateTime)) / 1000), text = t.firstChild;
+      if (!text || isNaN(s)) { return; }
+      var two = function (n) { return (n < 10 ? "0" : "") + n; };
+      text.nodeValue = s < 1 ? "just now" : (s < 60 ? s + " s" : s < 3600 ? Math.floor(s / 60) + " min " + two(s % 60) + " s"
+        : s < 86400 ? Math.floor(s / 3600) + " h " + two(Math.floor(s % 3600 / 60)) + " min"
+        : Math.floor(s / 86400) + " d " + Math.floor(s % 86400 / 3600) + " h") + " ago";
+    });
+  }
+  function name(prop) {
+    // "heat" or a curve's name from the property that changed; null for the button.
+    if (prop.indexOf("heat.") === 0) { return "heat"; }
+    try { return JSON.parse(prop.slice(0, prop.lastIndexOf("."))).name; } catch (e) { return null; }
+  }
+
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     lanterne: {
       pulse: function (n, before) {
         var heard = document.getElementById("heard");
         if (heard) { heard.textContent = live ? "" : "paused"; }
-        if (!live || document.hidden || !n) { return none(); }
+        ages();
+        if (!live || document.hidden || !n || document.querySelector(ASKED)) { return none(); }
         return (before || 0) + 1;
       },
       title: function (title) {
         if (title) { document.title = title; }
         mark();
         var main = document.getElementById("page");
+        ages();
         if (main && document.activeElement === document.body) { main.focus({ preventScroll: true }); }
         return none();
       },
@@ -51,6 +86,20 @@
         var text = written(found);
         return text === (search || "") ? none() : text;
       },
+      views: function (search, curves) {
+        // The heat map is told only of what it shows; the curves one by one.
+        var before = drawn, first = zoomed, at = { path: location.pathname, heat: key(search, HEAT), curves: key(search, CURVES) };
+        drawn = at;
+        zoomed = null;
+        if (!before || before.path !== at.path) { return; }
+        if (before.heat !== at.heat) { later("heat", ["heat-view"], at.heat, !first || first === "heat"); }
+        if (before.curves !== at.curves) {
+          var own = curves.filter(function (id) { return id.name === first; });
+          var rest = curves.filter(function (id) { return id.name !== first; });
+          ask(own, at.curves);
+          later("curves", rest, at.curves, !first);
+        }
+      },
       zoom: function (heat, curves, reset, search) {
         var why = (window.dash_clientside.callback_context.triggered || [])[0];
         if (!why || !why.value) { return none(); }
@@ -62,9 +111,11 @@
           if (asked && why.prop_id.indexOf("heat.") !== 0) { delete asked.from_rank; delete asked.to_rank; }
         }
         if (!asked || !Object.keys(asked).length) { return none(); }
+        zoomed = name(why.prop_id);
         Object.keys(asked).forEach(function (k) { put(found, k, asked[k]); });
         var text = written(found);
-        return text === (search || "") ? none() : text;
+        if (text === (search || "")) { zoomed = null; return none(); }
+        return text;
       }
     }
   });

@@ -23,6 +23,8 @@ TITLES: Mapping[str, str] = {
 }
 CLIP_SIGMA = 10.0
 """The scale ends no lower than the median plus this many robust deviations, so that noise stays dark."""
+SAMPLE_CELLS = 32_768
+"""The colour scale is read from every n-th step where there are more cells than this."""
 
 
 def matrix(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
@@ -30,7 +32,7 @@ def matrix(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
     rows = answer.get("values") or []
     if not rows:
         return np.zeros((0, 0), dtype=np.float32)
-    return np.array([[np.nan if v is None else v for v in row] for row in rows], dtype=np.float32)
+    return np.array(rows, dtype=np.float32)  # None becomes NaN
 
 
 def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
@@ -39,14 +41,19 @@ def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
     What all ranks share in a step (a checkpoint) does not stretch the scale: the upper end counts from each step's
     median. The deviation is 1.4826 x the median absolute deviation (equals sigma for a normal distribution).
     """
-    finite = np.isfinite(values)
-    found = values[finite]
+    sample = values[:, :: max(1, values.size // SAMPLE_CELLS)]
+    if not np.isfinite(sample).any():
+        sample = values
+    finite = np.isfinite(sample)
+    found = sample[finite]
     if not found.size:
         return 0.0, 1.0
-    filled = np.where(finite, values, np.nan)
-    columns = finite.any(axis=0)
-    own = filled[:, columns] - np.nanmedian(filled[:, columns], axis=0)
-    own = own[np.isfinite(own)]
+    if finite.all():
+        own = (sample - np.median(sample, axis=0)).ravel()
+    else:
+        filled = np.where(finite, sample, np.nan)[:, finite.any(axis=0)]
+        own = filled - np.nanmedian(filled, axis=0)
+        own = own[np.isfinite(own)]
     low, middle = (float(v) for v in np.percentile(found, (1.0, 50.0)))
     sigma = 1.4826 * float(np.median(np.abs(own)))
     top = middle + max(float(np.percentile(own, 99.5)), CLIP_SIGMA * sigma)

@@ -81,9 +81,7 @@ def row(job: Job, now: datetime) -> list[parts.Node]:
         html.Span(
             [
                 dcc.Link(name, href=job_url(name), className="strong"),
-                html.Small(
-                    f"seen {words.age(job.get('last_seen'), now)}", title=words.day_and_clock(job.get("last_seen"))
-                ),
+                html.Small(["seen ", parts.ago(job.get("last_seen"))]),
             ],
             className="stacked",
         ),

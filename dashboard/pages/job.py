@@ -100,7 +100,7 @@ def head_tiles(job: Mapping[str, Any], now: datetime) -> parts.Node:
     good = job.get("goodput")
     return parts.tiles(
         [
-            parts.tile("Step", words.number(job.get("step")), f"seen {words.age(job.get('last_seen'), now)}"),
+            parts.tile("Step", words.number(job.get("step")), ["seen ", parts.ago(job.get("last_seen"))]),
             parts.tile("Step time", words.milliseconds(job.get("step_ms")), "median of the last steps"),
             parts.tile("Throughput", words.number(job.get("throughput")), "samples a second"),
             parts.tile("Loss", words.number(job.get("loss"), 4), "last"),
@@ -198,6 +198,7 @@ def _curves_panel(view: View, names: Sequence[str]) -> parts.Node:
                     ]
                 ),
                 parts.graph({"type": "curve", "name": n}, None, f"{curves.label(n)} over steps", curves.HEIGHT),
+                dcc.Store(id={"type": "curve-view", "name": n}),
             ],
             className="cell",
         )
@@ -221,7 +222,7 @@ def _curves_panel(view: View, names: Sequence[str]) -> parts.Node:
 
 async def page(api: Api, name: str, view: View, now: datetime, base: str) -> list[parts.Node]:
     """The whole page; plots come by their own callbacks, so the verdict never waits for them."""
-    (top, mark, _), index = await asyncio.gather(live(api, name, now), api.get("jobs", name, "metrics"))
+    (top, mark, incidents), index = await asyncio.gather(live(api, name, now), api.get("jobs", name, "metrics"))
     logged = {str(n.get("name")) for n in index.get("names") or ()}
     extra = [n for n in MORE if n in logged]
     own = [n for n in sorted(logged - set(FIRST) - set(MORE)) if n == view.metric]
@@ -232,6 +233,7 @@ async def page(api: Api, name: str, view: View, now: datetime, base: str) -> lis
         tabs(name, "Overview"),
         html.Div(top, id="job-live"),
         dcc.Store(id="job-mark", data=mark),
+        dcc.Store(id="job-events", data=marks(incidents)),
         _heat_panel(view),
         _curves_panel(view, shown),
         _others(name, others),
@@ -258,12 +260,11 @@ def _others(name: str, names: Sequence[str]) -> parts.Node:
 # --- plots ---------------------------------------------------------------------------------------
 
 
-async def marks(api: Api, name: str) -> list[dict[str, Any]]:
+def marks(incidents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where incidents began, for the plots."""
-    found = await api.items("jobs", name, "incidents", most=50)
     return [
         {"step": i.get("opened_step"), "says": words.plain(_short(i))}
-        for i in found
+        for i in incidents[:50]
         if i.get("opened_step") is not None
     ]
 
@@ -274,10 +275,12 @@ def _short(incident: Mapping[str, Any]) -> str:
     return f"{cause.get('category') or incident.get('kind')}" + (f" rank {rank}" if rank is not None else "")
 
 
-async def heat_figure(api: Api, name: str, view: View) -> dict[str, Any]:
-    """The heat map of the view's window."""
-    answer, found = await asyncio.gather(heat_answer(api, name, view), marks(api, name))
-    return heat.heatmap(answer, found)
+async def heat_figure(api: Api, name: str, view: View, found: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The heat map of the view's window, with ``found`` of :func:`marks`."""
+    figure = heat.heatmap(await heat_answer(api, name, view), found)
+    window = (view.heat, view.from_step, view.to_step, view.from_rank, view.to_rank)
+    figure["layout"]["uirevision"] = repr(window)  # a new window is a new picture; a live tick keeps the reader's
+    return figure
 
 
 async def heat_answer(api: Api, name: str, view: View) -> Mapping[str, Any]:
@@ -299,15 +302,20 @@ async def curve_answer(api: Api, name: str, metric: str, view: View, smooth: flo
     return answer
 
 
-async def curve_figure(api: Api, name: str, metric: str, view: View) -> dict[str, Any]:
-    """One curve, smoothed as asked with the raw values as its shadow."""
+async def curve_figure(
+    api: Api, name: str, metric: str, view: View, marked: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """One curve with ``marked`` of :func:`marks`, smoothed as asked with the raw values as its shadow."""
     asked = [curve_answer(api, name, metric, view, view.smooth)]
     if view.smooth and view.series != "ranks":
         asked.append(curve_answer(api, name, metric, view, 0.0))
-    found = await asyncio.gather(marks(api, name), *asked)
-    answer = dict(found[1])
+    found = await asyncio.gather(*asked)
+    answer = dict(found[0])
     answer["series"] = list(answer.get("series") or ())[:RANKS_SHOWN]
-    return curves.curve(answer, raw=found[2] if len(found) > 2 else None, axis=view.axis, log=view.log, marks=found[0])
+    raw = found[1] if len(found) > 1 else None
+    figure = curves.curve(answer, raw=raw, axis=view.axis, log=view.log, marks=marked)
+    figure["layout"]["uirevision"] = repr((metric, view.axis, view.from_step, view.to_step))
+    return figure
 
 
 async def ranks_table(api: Api, name: str, now: datetime) -> parts.Node:
