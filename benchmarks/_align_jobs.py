@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ ONE_WAY_US = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The wall clock of ``host`` is set by ``by_ns`` at true ``at_ns``; asleep = only its monotonic clock lags."""
+    """The wall clock of ``host`` is set by ``by_ns`` at true ``at_ns``; asleep = it sleeps so long, all wait."""
 
     host: int
     at_ns: int
@@ -82,6 +82,13 @@ def skewed(
     rank = np.tile(live, t * b)
     sequence = np.repeat(np.arange(t * b), len(live))
     entered, completed = (x[:, :, live].reshape(-1) for x in (c.entered_ns, c.completed_ns))
+    steps = list(steps)
+    for i, step in enumerate(steps):
+        if step.asleep and (entered >= step.at_ns).any():
+            later = sequence >= sequence[entered >= step.at_ns].min() + 1
+            edge = int(completed[~later].max())
+            entered, completed = (x + later * step.by_ns for x in (entered, completed))
+            steps[i] = replace(step, at_ns=edge)
     blank = Skewed(
         job=job, calls=matching.from_collectives([]), hosts={int(r): job.host(int(r)) for r in live}, snapshots=[],
         entered_ns=entered, completed_ns=completed, offset_ns=offset, drift=drift, steps=steps,
@@ -89,8 +96,7 @@ def skewed(
     host = rank // 8
     own = blank.wall(host, entered)
     mono = entered + (entered * drift[host]).astype(np.int64) + BOOT_NS
-    for step in steps:
-        mono -= np.where(step.asleep & (host == step.host) & (entered >= step.at_ns), step.by_ns, 0)
+    mono -= _slept(blank, host, entered)
     length = completed - entered  # as the collector does it: durations by the monotonic clock, where there is one
     done = own + length + (length * drift[host]).astype(np.int64) if monotonic else blank.wall(host, completed)
     zero = np.zeros(len(rank), np.int64)
@@ -108,6 +114,15 @@ def skewed(
     )  # fmt: skip
 
 
+def _slept(job: Skewed, host: Ints, true_ns: Ints) -> Ints:
+    """How much of the time each host has slept, ns."""
+    total = np.zeros(len(host), np.int64)
+    for step in job.steps:
+        if step.asleep:
+            total += np.where(host == step.host, np.clip(true_ns - step.at_ns, 0, step.by_ns), 0)
+    return total
+
+
 def _pings(job: Skewed, rng: np.random.Generator, every_ns: int, end_ns: int, monotonic: bool) -> list[Snapshot]:
     found = []
     hosts = sorted({rank // 8 for rank in job.hosts})
@@ -119,8 +134,7 @@ def _pings(job: Skewed, rng: np.random.Generator, every_ns: int, end_ns: int, mo
             times = np.array([at, at + there, at + there + 5_000, at + there + back + 5_000], np.int64)
             own = job.wall(np.full(4, host), times)
             mono = at + int(at * job.drift[host]) + BOOT_NS
-            for step in job.steps:
-                mono -= step.by_ns if step.asleep and step.host == host and at >= step.at_ns else 0
+            mono -= int(_slept(job, np.array([host]), np.array([at]))[0])
             found.append(
                 Snapshot(
                     rank=lead[host], t0_ns=int(own[0]) + START_NS, t1_ns=int(times[1]) + START_NS,
