@@ -20,6 +20,8 @@ ROLE_PEERS_MIN = 3
 
 WARM_UP_STEPS_MIN, WARM_UP_STEPS_MAX = 5, 20
 LONG_PHASE_MS = 1.0
+TOLD_SHARE = 0.7
+"""Share of the ranks that usually tell a step without which its row is not judged."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,12 @@ def _locator(facts: Facts, parallel: bool) -> tuple[str, Floats]:
     return "", np.full((len(facts.steps), len(facts.ranks)), np.nan)
 
 
+def _telling(facts: Facts) -> float:
+    """Share of the ranks that tell a step, at its best: ranks without any step of their own do not count."""
+    known = np.isfinite(facts.series["step_ms"])
+    return float(known.any(0).mean()) if known.size else 0.0
+
+
 def warm_up_rows(facts: Facts) -> int:
     """How many leading rows are warm-up; none when the window does not start with the run."""
     total = len(facts.steps)
@@ -158,6 +166,8 @@ def prepare(facts: Facts) -> Frame:
     long_steps = long_rows(facts)
     usable = ~long_steps
     usable[: warm_up_rows(facts)] = False
+    if shape[1] and "step_ms" in facts.series:  # rows that most ranks have told: the rest is still on its way
+        usable &= np.isfinite(facts.series["step_ms"]).mean(1) > TOLD_SHARE * _telling(facts)
     step_ms = stats.median(slim(facts.get("step_ms")), 1) if shape[1] else np.full(shape[0], np.nan)
     locator, x = _locator(facts, parallel)
     x = slim(x)

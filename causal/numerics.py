@@ -13,9 +13,10 @@ from lanterne.causal import stats
 from lanterne.causal.facts import FactEvent
 from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame, slim
+from lanterne.causal.liveness import live
 from lanterne.causal.patterns import BY_NAME
 from lanterne.causal.stats import Bools, Floats
-from lanterne.nouns import CauseCategory, EventName, Evidence, Subject
+from lanterne.nouns import CauseCategory, EventName, Evidence, Subject, group_name
 
 LOCAL_Z_MIN = 8.0
 LOCAL_FACTOR_MIN = 3.0
@@ -79,7 +80,9 @@ def _first_nonfinite(frame: Frame) -> tuple[int, list[int], str]:
         if np.isfinite(x).all():
             continue
         ever = np.logical_or.accumulate(np.isfinite(x), 0)
-        gone = ever & ~np.isfinite(x) & (np.isinf(x) | _lasting(x))
+        gone = ever & np.isinf(x)
+        if not live(frame.facts):  # there a value that is missing at the end is one that was not received yet
+            gone |= ever & ~np.isfinite(x) & _lasting(x)
         if gone.any():
             row = int(gone.any(1).argmax())
             if best[0] < 0 or row < best[0]:
@@ -116,6 +119,16 @@ def _culprits(frame: Frame, events: list[FactEvent], row: int, ranks: list[int])
     return step, ranks, parameter
 
 
+def _absent(frame: Frame, step: int) -> list[int]:
+    """Ranks of a live job whose data do not reach the step before: late shippers, not innocent ranks."""
+    facts = frame.facts
+    if not live(facts) or not len(facts.steps):
+        return []
+    done = np.isfinite(facts.get("step_ms")) & (facts.steps >= min(step - 1, int(facts.steps[-1])))[:, None]
+    there = {int(r) for r, some in zip(facts.ranks, done.any(0), strict=True) if some}
+    return sorted(set(range(facts.ranks_expected)) - there)
+
+
 def _nonfinite(frame: Frame) -> Finding | None:
     row, ranks, series = _first_nonfinite(frame)
     events = _events(frame, EventName.NONFINITE)
@@ -123,7 +136,8 @@ def _nonfinite(frame: Frame) -> Finding | None:
         return None
     step, ranks, parameter = _culprits(frame, events, row, ranks)
     few = 0 < len(ranks) <= max(1, len(frame.ranks) // 4)
-    rank = ranks[0] if few and len(ranks) == 1 else None
+    absent = _absent(frame, step)
+    rank = ranks[0] if few and len(ranks) == 1 and not absent else None
     where = f"in {parameter} " if parameter else ""
     who = f"rank {rank}" if rank is not None else f"{len(ranks)} ranks at once"
     what = "loss" if series == "loss" and not events else "gradient"
@@ -145,6 +159,8 @@ def _nonfinite(frame: Frame) -> Finding | None:
         )
     confidence = 0.96 if rank is not None else 0.55
     needs = () if rank is not None else ("non-finite counts of each rank's gradient before the reduction",)
+    if absent:
+        needs = (f"the data of ranks {group_name(absent)} of step {step}: one of them may have been first",)
     return make(
         CauseCategory.NONFINITE_VALUES,
         "numerics",

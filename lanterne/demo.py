@@ -30,6 +30,8 @@ from lanterne.errors import LanterneError, UsageError
 from lanterne.settings import ServerSettings, load
 
 HANG_WAIT_S = 40.0
+START_WAIT_S = 300.0
+"""A loaded machine may take minutes to import torch in every rank."""
 DRAIN_S = 25.0
 SETTLE_S = 2.0
 TAP_BUILD_S = 300
@@ -178,7 +180,8 @@ class Demo:
                 show(step + 1)
             if self.options.fault in STOPPING and self._diagnosed():
                 return self._final(wait_for_end=False)
-            hung_since = last_move if time.monotonic() - last_move > HANG_WAIT_S + 20 else None
+            patience = HANG_WAIT_S + 20 if last_step >= 0 else START_WAIT_S
+            hung_since = last_move if time.monotonic() - last_move > patience else None
             if hung_since is not None:
                 break
             time.sleep(POLL_S)
