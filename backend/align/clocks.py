@@ -424,7 +424,7 @@ def _result(
     return Clocks(
         unit=unit,
         key_unit=keys.unit[order],
-        begin_ns=(keys.begin[order] + base).astype(np.int64),
+        begin_ns=keys.begin[order].astype(np.int64) + base,
         offset_ns=point[order],
         error_ns=error[order],
         drift_ppm=slope[order] * 1e6,
