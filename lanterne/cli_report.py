@@ -93,7 +93,7 @@ def print_sla(body: dict[str, Any], console: Console) -> None:
     for row in body.get("objectives", []):
         value, burn = row.get("value"), row.get("burn_rate")
         table.add_row(
-            str(row.get("name")), str(row.get("level", "")), str(row.get("target")),
+            str(row.get("name")), str(row.get("level") or ""), str(row.get("target")),
             "not measured" if value is None else f"{value:.4g}", "" if burn is None else f"{burn:.2f}",
             {True: "yes", False: "NO", None: "?"}[row.get("met")],
         )  # fmt: skip
@@ -103,3 +103,10 @@ def print_sla(body: dict[str, Any], console: Console) -> None:
         console.print(f"productive {goodput['productive_s']:,.0f} s")
     for cause, seconds in sorted((goodput.get("badput") or {}).items(), key=lambda kv: -kv[1]):
         console.print(f"lost to {cause}: {seconds:,.0f} s")
+    for name, says in (("mtbf_s", "between failures"), ("mttr_s", "to recover")):
+        if body.get(name) is not None:
+            console.print(f"mean time {says}: {body[name]:,.1f} s")
+    for alert in body.get("alerts") or []:
+        console.print(f"{alert['action']}: the budget of {alert['objective']} burns at {alert['burn_rate']:.1f}x")
+    for note in body.get("notes") or []:
+        console.print(f"note: {note}", style="dim")
