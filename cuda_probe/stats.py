@@ -78,4 +78,4 @@ class Stats:
         out = _Stats()
         self._lib.ls_stats_cpu(array, len(kept), ctypes.byref(out))
         (largest,) = struct.unpack("<f", struct.pack("<I", out.max_abs_bits))
-        return TensorStats(*(int(getattr(out, n)) for n in COUNT_NAMES), largest)
+        return TensorStats(**{n: int(getattr(out, n)) for n in COUNT_NAMES}, max_abs=largest)
