@@ -28,7 +28,7 @@ def check(trials: list[dict[str, Any]]) -> None:
     assert any(-9 in t["exits"].values() for t in trials)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_ten_crashes_leave_no_half_applied_state() -> None:
     trials = run(10, 0, 880)
