@@ -68,6 +68,23 @@ def _register_drawing(app: Dash, api: Api) -> None:
         except ApiError as error:
             return heat.nothing(error.detail or error.title)
 
+    @app.callback(
+        Output("time", "figure"),
+        Output("phases", "figure"),
+        Input("job-mark", "data"),
+        Input("heat-view", "data"),
+        State("url", "search"),
+        State("url", "pathname"),
+    )
+    async def draw_time(mark: str | None, _view: Any, search: str | None, pathname: str | None) -> Any:
+        name = _job_of(pathname)
+        if name is None:
+            return no_update, no_update
+        try:
+            return await job.time_figures(api, name, parse(search), mark)
+        except ApiError as error:
+            return heat.nothing(error.detail or error.title, 120), heat.nothing(error.detail or error.title)
+
     @app.callback(Output("ranks-live", "children"), Input("job-mark", "data"), State("url", "pathname"))
     async def draw_ranks(_mark: str | None, pathname: str | None) -> Any:
         name = _job_of(pathname)

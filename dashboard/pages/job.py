@@ -11,7 +11,7 @@ from dash import dcc, html
 
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api
-from lanterne.dashboard.figures import curves, heat
+from lanterne.dashboard.figures import bars, curves, heat
 from lanterne.dashboard.view import View, incident_url, job_url
 
 FIRST = (
@@ -27,6 +27,7 @@ MORE = ("training.lr_drift", "training.loss_scale", "hw.gpu.memory.usage", "proc
 """Curves shown where the job logs them."""
 POINTS = 1_000
 WIDTH, HEIGHT = 500, 256
+PHASE_STEPS = 100
 OPEN = {"open", "diagnosed", "acting", "verifying"}
 RANKS_SHOWN = 64
 
@@ -187,6 +188,18 @@ def _heat_panel(view: View) -> parts.Node:
     )
 
 
+def _time_panel() -> parts.Node:
+    return parts.panel(
+        "What the time was used for",
+        [
+            parts.graph("time", None, "Goodput and lost time by cause; the same numbers stand on the SLA page", 120),
+            parts.graph("phases", None, "Median time of each phase over steps", 230),
+        ],
+        note="above the whole job, below the phases of each step, median over ranks",
+        key="time-panel",
+    )
+
+
 def _curves_panel(view: View, names: Sequence[str]) -> parts.Node:
     plots = [
         html.Div(
@@ -235,6 +248,7 @@ async def page(api: Api, name: str, view: View, now: datetime, base: str) -> lis
         dcc.Store(id="job-mark", data=mark),
         dcc.Store(id="job-events", data=marks(incidents)),
         _heat_panel(view),
+        _time_panel(),
         _curves_panel(view, shown),
         _others(name, others),
         parts.panel("Ranks", html.Div("…", id="ranks-live"), key="ranks"),
@@ -281,6 +295,18 @@ async def heat_figure(api: Api, name: str, view: View, found: Sequence[Mapping[s
     window = (view.heat, view.from_step, view.to_step, view.from_rank, view.to_rank)
     figure["layout"]["uirevision"] = repr(window)  # a new window is a new picture; a live tick keeps the reader's
     return figure
+
+
+async def time_figures(api: Api, name: str, view: View, mark: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The goodput bar and the phases of up to ``PHASE_STEPS`` steps: the view's first, else the job's last."""
+    step = (mark or "").split("/")[1:2]
+    last = int(step[0]) if step and step[0].isdecimal() else 0
+    first = max(0, last + 1 - PHASE_STEPS) if view.from_step is None else view.from_step
+    report, steps = await asyncio.gather(
+        api.get("jobs", name, "sla"),
+        api.items("jobs", name, "steps", most=PHASE_STEPS, limit=PHASE_STEPS, from_step=first, to_step=view.to_step),
+    )
+    return bars.goodput(report), bars.phases(steps)
 
 
 async def heat_answer(api: Api, name: str, view: View) -> Mapping[str, Any]:
