@@ -52,7 +52,9 @@ def test_leak_drift_against_the_healthy_windows() -> None:
     assert leaking is not None
     assert (steady.broken, leaking.broken) == (False, True)
     assert contract.leak_drift(level[:200]) is None
-    always = contract.leak_drift(2e9 + np.arange(241) * 3e6)  # grows as it always did: the fit detector's matter
+    always = contract.leak_drift(
+        2e9 + np.arange(241, dtype=np.float64) * np.float64(3e6)
+    )  # grows as it always did: the fit detector's matter
     assert always is not None
     assert not always.broken
 
@@ -83,7 +85,8 @@ def test_return_levels_by_format() -> None:
 def test_shares_are_what_torch_s_cast_does(name: str, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     top, normal, least = contract.FORMAT_LIMITS[name]
-    assert (top, normal) == (pytest.approx(info.max), pytest.approx(info.tiny))
+    assert top == pytest.approx(info.max)
+    assert normal == pytest.approx(info.tiny)
     x = np.array([least * 0.5, least * 0.51, least, 1.0, 0.0])
     kept = torch.tensor(x, dtype=torch.float64).to(dtype).to(torch.float64).numpy()
     assert contract.shares(x, name)[1] == pytest.approx(((kept == 0) & (x > 0)).mean())
