@@ -124,12 +124,13 @@ def browse(base: str, rounds: int, steps: int) -> dict[str, float]:
 def tick(base: str, rounds: int) -> float:
     """Median time of the fleet's live callback, in ms."""
     body = {
-        "output": "fleet-live.children",
-        "outputs": {"id": "fleet-live", "property": "children"},
+        "output": "..fleet-live.children...fleet-told.data..",
+        "outputs": [{"id": "fleet-live", "property": "children"}, {"id": "fleet-told", "property": "data"}],
         "inputs": [{"id": "tick", "property": "data", "value": 1}, {"id": "url", "property": "search", "value": ""}],
         "state": [
             {"id": "url", "property": "pathname", "value": "/"},
             {"id": "url", "property": "href", "value": base + "/"},
+            {"id": "fleet-told", "property": "data", "value": None},
         ],
         "changedPropIds": ["tick.data"],
     }

@@ -113,9 +113,6 @@ def layout() -> html.Div:
             dcc.Store(id="tick"),
             dcc.Store(id="title"),
             dcc.Store(id="shown"),
-            dcc.Store(id="heat-view"),
-            dcc.Store(id="fleet-told"),
-            dcc.Store(id="job-told"),
             dcc.Download(id="download"),
             _bar(),
             html.Main(

@@ -165,4 +165,5 @@ async def page(api: Api, view: View, now: datetime, base: str) -> list[parts.Nod
             className="title-row",
         ),
         html.Div(await live(api, view, now, base), id="fleet-live"),
+        dcc.Store(id="fleet-told"),
     ]

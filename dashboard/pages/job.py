@@ -245,6 +245,8 @@ async def page(api: Api, name: str, view: View, now: datetime, base: str) -> lis
         parts.crumbs(("Fleet", "/"), (name, "")),
         tabs(name, "Overview"),
         html.Div(top, id="job-live"),
+        dcc.Store(id="job-told"),
+        dcc.Store(id="heat-view"),
         dcc.Store(id="job-mark", data=mark),
         dcc.Store(id="job-events", data=marks(incidents)),
         _heat_panel(view),
