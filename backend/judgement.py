@@ -138,8 +138,9 @@ def until(facts: Facts, step: int) -> Facts:
     """The facts up to a step (inclusive), as a reader at that time had them."""
     rows = int(np.searchsorted(facts.steps, step, side="right"))
     keep = facts.waits.step <= step
-    columns = {f.name: getattr(facts.waits, f.name) for f in fields(facts.waits)}
-    waits = Waits(**{n: v[keep] if isinstance(v, np.ndarray) and len(v) else v for n, v in columns.items()})
+    columns: dict[str, Any] = {f.name: getattr(facts.waits, f.name) for f in fields(facts.waits)}
+    cut: dict[str, Any] = {n: v[keep] if isinstance(v, np.ndarray) and len(v) else v for n, v in columns.items()}
+    waits = Waits(**cut)
     return replace(
         facts,
         steps=facts.steps[:rows],

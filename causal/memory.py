@@ -192,7 +192,8 @@ def _out_of_memory(frame: Frame, leaks: list[Finding]) -> list[Finding]:
     event = failed[0]
     rank = event.rank if event.rank >= 0 else None
     allocated, reserved = (float(event.attributes.get(k, 0) or 0) for k in ("allocated_bytes", "reserved_bytes"))
-    text = event.body.strip().splitlines()[0] if event.body.strip() else str(event.attributes.get("message", ""))
+    lines = event.body.strip().splitlines() or [str(event.attributes.get("message", ""))]
+    text = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     says = f"an allocation failed on rank {rank} at step {event.step}: {text[:200]}".rstrip(": ")
     evidence = [Evidence(says=says, value=allocated or None, unit="bytes" if allocated else "", ref=event.ref)]
     category, needs = CauseCategory.OUT_OF_MEMORY, ()

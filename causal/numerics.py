@@ -125,7 +125,7 @@ def _absent(frame: Frame, step: int) -> list[int]:
     if not live(facts) or not len(facts.steps):
         return []
     done = np.isfinite(facts.get("step_ms")) & (facts.steps >= min(step - 1, int(facts.steps[-1])))[:, None]
-    there = {int(r) for r, some in zip(facts.ranks, done.any(0), strict=True) if some}
+    there = {r for i, r in enumerate(facts.ranks) if done[:, i].any()}
     return sorted(set(range(facts.ranks_expected)) - there)
 
 
