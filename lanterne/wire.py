@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
@@ -227,6 +228,10 @@ _TYPED = frozenset({STEP, SEQUENCE, LAMPORT, MONOTONIC, NAME, GROUP, GROUP_SEQUE
 def plain(value: AnyValue, depth: int = 0) -> Any:
     """An OTLP AnyValue as Python; deeper than ``limits.NESTING_MAX`` becomes the text ``…``."""
     which = value.WhichOneof("value")
+    if which == "int_value":
+        return value.int_value
+    if which == "string_value":
+        return value.string_value
     if which is None:
         return None
     if which == "array_value":
@@ -286,15 +291,18 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _append(columns: Columns, row: Mapping[str, Any]) -> None:
-    for name, column in columns.items():
-        column.append(row[name])
+def _turned(names: tuple[str, ...], rows: list[dict[str, Any]]) -> Columns:
+    """Rows as columns of the given names."""
+    take = itemgetter(*names)
+    columns = [list(c) for c in zip(*map(take, rows), strict=True)] if rows else [[] for _ in names]
+    return dict(zip(names, columns, strict=True))
 
 
 def _common(identity: Identity, found: Mapping[str, Any], resource: Mapping[str, Any]) -> dict[str, Any]:
-    foreign = JOB not in resource
-    rest = {k: _text(v) for k, v in found.items() if k not in _TYPED and v is not None}
-    if foreign:
+    rest: dict[str, str] = {}
+    if not found.keys() <= _TYPED:
+        rest = {k: _text(v) for k, v in found.items() if k not in _TYPED and v is not None}
+    if JOB not in resource:
         rest |= {f"resource.{k}": _text(v) for k, v in resource.items() if k not in {SERVICE, HOST}}
     return {
         "job": identity.job,
@@ -312,7 +320,7 @@ def _common(identity: Identity, found: Mapping[str, Any], resource: Mapping[str,
 
 def decode_traces(request: ExportTraceServiceRequest) -> Columns:
     """Spans of a request, ours and foreign, as columns."""
-    columns = empty(SPAN_COLUMNS)
+    rows: list[dict[str, Any]] = []
     for block in request.resource_spans:
         resource = _attributes(block.resource.attributes)
         identity = identity_of(resource)
@@ -331,8 +339,8 @@ def decode_traces(request: ExportTraceServiceRequest) -> Columns:
                     "trace_id": span.trace_id,
                     "span_id": span.span_id,
                 }
-                _append(columns, row)
-    return columns
+                rows.append(row)
+    return _turned(SPAN_COLUMNS, rows)
 
 
 def _point_value(point: NumberDataPoint) -> float:
@@ -361,7 +369,7 @@ def _points(metric: Any) -> Iterable[tuple[str, int, float, Any]]:
 
 def decode_metrics(request: ExportMetricsServiceRequest) -> Columns:
     """Metric points as columns; a histogram gives ``.count``, ``.sum``, ``.min`` and ``.max`` points."""
-    columns = empty(POINT_COLUMNS)
+    rows: list[dict[str, Any]] = []
     for block in request.resource_metrics:
         resource = _attributes(block.resource.attributes)
         identity = identity_of(resource)
@@ -376,13 +384,13 @@ def decode_metrics(request: ExportMetricsServiceRequest) -> Columns:
                         "unit": metric.unit,
                         "label": str(found.get(LABEL, "")),
                     }
-                    _append(columns, row)
-    return columns
+                    rows.append(row)
+    return _turned(POINT_COLUMNS, rows)
 
 
 def decode_logs(request: ExportLogsServiceRequest) -> Columns:
     """Log records and events as columns; a body that is not text is stored as JSON."""
-    columns = empty(LOG_COLUMNS)
+    rows: list[dict[str, Any]] = []
     for block in request.resource_logs:
         resource = _attributes(block.resource.attributes)
         identity = identity_of(resource)
@@ -396,5 +404,5 @@ def decode_logs(request: ExportLogsServiceRequest) -> Columns:
                     "severity": record.severity_number,
                     "body": "" if body is None else _text(body),
                 }
-                _append(columns, row)
-    return columns
+                rows.append(row)
+    return _turned(LOG_COLUMNS, rows)
