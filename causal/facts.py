@@ -131,7 +131,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """An edge of the explanation graph. ``kind``: structure | resource | learned | pattern; ``refused``: why not used."""
+    """An edge of the explanation graph. ``kind``: structure, resource, learned or pattern; ``refused``: why unused."""
 
     source: str
     target: str

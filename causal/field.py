@@ -266,20 +266,30 @@ def _crowded(words: Words) -> Cause | None:
     return None
 
 
+def _unseen_shards(words: Words) -> list[Cause]:
+    """Shards of other ranks that this node does not see: lost, or the folder is not shared; undecidable."""
+    zero = words.said("zero_paths_missing")
+    if not zero:
+        return []
+    paths = str(zero[0].attributes.get("paths", ""))[:200]
+    says = evidence(f"checkpoint shards of other ranks are not visible here: {paths}", ref=zero[0].ref)
+    return [
+        cause(
+            C.UNKNOWN,
+            0.55,
+            [says],
+            do="do not train on from a partial load; see whether the checkpoint folder is one shared disk",
+            needs=("a listing of the checkpoint folder on every node: node-local disks or a real loss of files",),
+        ),
+        cause(C.CHECKPOINT_INCOMPLETE, 0.45, [says], needs=("a listing of the checkpoint folder on every node",)),
+    ]
+
+
 def _storage(words: Words) -> list[Cause]:
     """Missing or broken pieces of a checkpoint; a full or slow disk."""
-    zero = words.said("zero_paths_missing")
-    if zero:
-        paths = str(zero[0].attributes.get("paths", ""))[:200]
-        says = evidence(f"checkpoint shards of other ranks are not visible here: {paths}", ref=zero[0].ref)
-        return [
-            cause(
-                C.UNKNOWN, 0.55, [says], do="do not train on from a partial load; see whether the checkpoint "
-                                            "folder is one shared disk",
-                needs=("a listing of the checkpoint folder on every node: node-local disks or a real loss of files",),
-            ),
-            cause(C.CHECKPOINT_INCOMPLETE, 0.45, [says], needs=("a listing of the checkpoint folder on every node",)),
-        ]  # fmt: skip
+    unseen = _unseen_shards(words)
+    if unseen:
+        return unseen
     out = []
     for e in words.fact("checkpoint_problem"):
         kind = C.CHECKPOINT_CORRUPT if e.attributes.get("kind") == "corrupt" else C.CHECKPOINT_INCOMPLETE
