@@ -93,7 +93,7 @@ def serving(data: Path, *, page: Any = None, **more: Any) -> Iterator[httpx.Clie
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
     headers = {"authorization": f"Bearer {settings.token}"} if settings.token else {}
-    with httpx.Client(base_url=f"http://127.0.0.1:{settings.port}", headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{settings.port}", headers=headers, timeout=120) as client:
         yield client
     server.should_exit = True
     thread.join(30)

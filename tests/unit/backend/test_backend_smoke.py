@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from backend_rows import bodies, events, free_port, identity, send, serving
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lanterne import wire
 from lanterne.client import Client, Refused
-from tests.unit.backend.backend_rows import bodies, events, free_port, identity, send, serving
 
 pytestmark = pytest.mark.slow
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
