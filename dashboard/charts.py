@@ -20,6 +20,8 @@ Marks = list[dict[str, Any]] | None
 def register(app: Dash, api: Api) -> None:
     """Hang the plots' callbacks on the app."""
     _register_drawing(app, api)
+    _register_times(app, api)
+    _register_zoom(app)
     _register_picking(app)
     _register_csv(app, api)
     _register_trace(app, api)
@@ -68,6 +70,8 @@ def _register_drawing(app: Dash, api: Api) -> None:
         except ApiError as error:
             return heat.nothing(error.detail or error.title)
 
+
+def _register_times(app: Dash, api: Api) -> None:
     @app.callback(
         Output("time", "figure"),
         Output("phases", "figure"),
@@ -95,6 +99,8 @@ def _register_drawing(app: Dash, api: Api) -> None:
         except ApiError as error:
             return html.P(error.detail or error.title, className="dim")
 
+
+def _register_zoom(app: Dash) -> None:
     browser(
         app,
         ClientsideFunction(namespace="lanterne", function_name="views"),
