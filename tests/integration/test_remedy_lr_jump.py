@@ -29,7 +29,7 @@ def demo(data: Path, policy: str) -> tuple[dict[str, Any], list[dict[str, Any]]]
     return json.loads(done.stdout), rows
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_a_jumped_rate_is_set_back_on_all_ranks_at_one_step(tmp_path: Path) -> None:
     report, commands = demo(tmp_path / "data", "auto")
@@ -46,7 +46,7 @@ def test_a_jumped_rate_is_set_back_on_all_ranks_at_one_step(tmp_path: Path) -> N
     assert not [c for c in commands if c["action"] == "undo"]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_with_observe_nothing_is_touched_and_the_report_says_what_would_have_been_done(tmp_path: Path) -> None:
     report, commands = demo(tmp_path / "data", "observe")

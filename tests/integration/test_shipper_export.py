@@ -97,7 +97,10 @@ BAD: dict[str, Callable[[shipper_backend._Handler], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(BAD))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.heavy) if n == "endless drip" else n for n in sorted(BAD)],
+)
 def test_whatever_the_backend_does_every_event_arrives_once(folder: Path, name: str) -> None:
     with Backend(shipper_backend.first(2, BAD[name])) as backend:
         assert train(folder, backend.url, 100, "close").returncode == 0
