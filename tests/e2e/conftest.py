@@ -76,8 +76,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Chromium, for one module: Playwright's event loop stands in this thread until it stops."""
     from playwright.sync_api import sync_playwright
 
     path = chromium()

@@ -59,18 +59,19 @@ def test_a_clean_minute_allows_one_trial() -> None:
 def test_it_never_opens_without_three_bad_signs_and_never_closes_without_a_trial(
     moves: list[tuple[float, str]],
 ) -> None:
-    state, now, bad = Breaker(), 0.0, 0
+    state, now, bad, last_bad = Breaker(), 0.0, 0, 0.0
     for wait, what in moves:
         now += wait
         before = state.position
         match what:
             case "fail":
-                state, bad = failed(state, now), bad + 1
+                state, bad, last_bad = failed(state, now), bad + 1, now
             case "slow":
-                state, bad = observed(state, now, 99.0, 20.0), bad + 1
+                state, bad, last_bad = observed(state, now, 99.0, 20.0), bad + 1, now
             case _:
                 state = succeeded(state, now)
-        assert not (before is Position.OPEN and state.position is Position.CLOSED and wait < breaker.CLEAN_S)
+        if before is Position.OPEN and state.position is Position.CLOSED:
+            assert now - last_bad >= breaker.CLEAN_S
         assert state.position is Position.CLOSED or bad >= min(breaker.FAILURES, breaker.SLOW)
         assert len(state.failures) <= breaker.FAILURES
 
