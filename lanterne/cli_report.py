@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from lanterne.nouns import LEDGER
+
 
 
 def _number(value: float | None, unit: str) -> str:
@@ -48,11 +52,15 @@ def _cause(console: Console, number: int, cause: dict[str, Any]) -> None:
 
 
 def _ledger(console: Console, ledger: dict[str, str]) -> None:
+    """The stamps of an incident in their order, each with the time since the first."""
     if not ledger:
         return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 3))
-    for name, at in ledger.items():
-        table.add_row(Text(name, style="dim"), Text(str(at)))
+    stamps = sorted((datetime.fromisoformat(at), LEDGER.index(name), name) for name, at in ledger.items())
+    first = stamps[0][0]
+    for at, _, name in stamps:
+        since = f"+{(at - first).total_seconds():.1f} s" if at > first else ""
+        table.add_row(Text(name, style="dim"), Text(f"{at:%Y-%m-%d %H:%M:%S}"), Text(since))
     console.print(table)
 
 
