@@ -13,7 +13,6 @@ from rich.text import Text
 from lanterne.nouns import LEDGER
 
 
-
 def _number(value: float | None, unit: str) -> str:
     if value is None:
         return ""
