@@ -2,12 +2,16 @@
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels -c constraints.txt ".[server,postgres]"
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
+    && pip wheel --no-cache-dir --wheel-dir /wheels -c constraints.txt ".[server,postgres]" \
+    && pip install --no-cache-dir --no-index --find-links /wheels "lanterne[server]" \
+    && cd / && XDG_CACHE_HOME=/cache python -m lanterne.backend.ingest.walker
 
 FROM python:3.11-slim-bookworm AS server
 RUN useradd --create-home --uid 10001 lanterne && mkdir /data && chown lanterne /data
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --no-index --find-links /wheels "lanterne[server,postgres]" && rm -rf /wheels
+COPY --from=build --chown=lanterne /cache/lanterne /home/lanterne/.cache/lanterne
 USER lanterne
 VOLUME /data
 EXPOSE 4318 4317

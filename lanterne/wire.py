@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -247,7 +247,8 @@ def plain(value: AnyValue, depth: int = 0) -> Any:
     return getattr(value, which)
 
 
-def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+def attributes_of(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    """OTLP attributes as Python; the last of a key's values counts."""
     return {kv.key: plain(kv.value) for kv in pairs}
 
 
@@ -277,6 +278,20 @@ def identity_of(attributes: Mapping[str, Any]) -> Identity:
     )
 
 
+class Source(NamedTuple):
+    """Who sent a block of records, and what each of its rows is told of the resource."""
+
+    identity: Identity
+    rest: Mapping[str, str]
+
+
+def source_of(resource: Resource) -> Source:
+    """The source of a block. A foreign resource has all its attributes told, as ``resource.*``."""
+    found = attributes_of(resource.attributes)
+    rest = {} if JOB in found else {f"resource.{k}": _text(v) for k, v in found.items() if k not in {SERVICE, HOST}}
+    return Source(identity_of(found), rest)
+
+
 Columns = dict[str, list[Any]]
 
 
@@ -298,12 +313,12 @@ def _turned(names: tuple[str, ...], rows: list[dict[str, Any]]) -> Columns:
     return dict(zip(names, columns, strict=True))
 
 
-def _common(identity: Identity, found: Mapping[str, Any], resource: Mapping[str, Any]) -> dict[str, Any]:
+def _common(source: Source, found: Mapping[str, Any]) -> dict[str, Any]:
+    identity = source.identity
     rest: dict[str, str] = {}
     if not found.keys() <= _TYPED:
         rest = {k: _text(v) for k, v in found.items() if k not in _TYPED and v is not None}
-    if JOB not in resource:
-        rest |= {f"resource.{k}": _text(v) for k, v in resource.items() if k not in {SERVICE, HOST}}
+    rest |= source.rest
     return {
         "job": identity.job,
         "attempt": identity.attempt,
@@ -318,16 +333,19 @@ def _common(identity: Identity, found: Mapping[str, Any], resource: Mapping[str,
     }
 
 
-def decode_traces(request: ExportTraceServiceRequest) -> Columns:
-    """Spans of a request, ours and foreign, as columns."""
+def _sources(blocks: Iterable[Any]) -> Iterable[Source]:
+    return (source_of(block.resource) for block in blocks)
+
+
+def decode_traces(request: ExportTraceServiceRequest, sources: Iterable[Source] | None = None) -> Columns:
+    """Spans of a request, ours and foreign, as columns; ``sources`` (one a block) where they are known already."""
     rows: list[dict[str, Any]] = []
-    for block in request.resource_spans:
-        resource = _attributes(block.resource.attributes)
-        identity = identity_of(resource)
+    told = _sources(request.resource_spans) if sources is None else sources
+    for block, source in zip(request.resource_spans, told, strict=True):
         for scope in block.scope_spans:
             for span in scope.spans:
-                found = _attributes(span.attributes)
-                row = _common(identity, found, resource) | {
+                found = attributes_of(span.attributes)
+                row = _common(source, found) | {
                     "kind": span.name,
                     "name": str(found.get(NAME, span.name)),
                     "start_ns": span.start_time_unix_nano,
@@ -367,17 +385,16 @@ def _points(metric: Any) -> Iterable[tuple[str, int, float, Any]]:
                     yield ".max", p.time_unix_nano, p.max, p.attributes
 
 
-def decode_metrics(request: ExportMetricsServiceRequest) -> Columns:
+def decode_metrics(request: ExportMetricsServiceRequest, sources: Iterable[Source] | None = None) -> Columns:
     """Metric points as columns; a histogram gives ``.count``, ``.sum``, ``.min`` and ``.max`` points."""
     rows: list[dict[str, Any]] = []
-    for block in request.resource_metrics:
-        resource = _attributes(block.resource.attributes)
-        identity = identity_of(resource)
+    told = _sources(request.resource_metrics) if sources is None else sources
+    for block, source in zip(request.resource_metrics, told, strict=True):
         for scope in block.scope_metrics:
             for metric in scope.metrics:
                 for suffix, time_ns, value, attributes in _points(metric):
-                    found = _attributes(attributes)
-                    row = _common(identity, found, resource) | {
+                    found = attributes_of(attributes)
+                    row = _common(source, found) | {
                         "name": metric.name + suffix,
                         "time_ns": time_ns,
                         "value": value,
@@ -388,17 +405,16 @@ def decode_metrics(request: ExportMetricsServiceRequest) -> Columns:
     return _turned(POINT_COLUMNS, rows)
 
 
-def decode_logs(request: ExportLogsServiceRequest) -> Columns:
+def decode_logs(request: ExportLogsServiceRequest, sources: Iterable[Source] | None = None) -> Columns:
     """Log records and events as columns; a body that is not text is stored as JSON."""
     rows: list[dict[str, Any]] = []
-    for block in request.resource_logs:
-        resource = _attributes(block.resource.attributes)
-        identity = identity_of(resource)
+    told = _sources(request.resource_logs) if sources is None else sources
+    for block, source in zip(request.resource_logs, told, strict=True):
         for scope in block.scope_logs:
             for record in scope.log_records:
-                found = _attributes(record.attributes)
+                found = attributes_of(record.attributes)
                 body = plain(record.body)
-                row = _common(identity, found, resource) | {
+                row = _common(source, found) | {
                     "name": str(record.event_name or found.get(EVENT_NAME, "")),
                     "time_ns": record.time_unix_nano or record.observed_time_unix_nano,
                     "severity": record.severity_number,

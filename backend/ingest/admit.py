@@ -25,7 +25,7 @@ _ID = re.compile(limits.ID_PATTERN)
 _INT64 = 1 << 63
 _INT32 = 1 << 31
 _TEXT_BOUNDS = {"body": limits.BODY_TEXT_BYTES_MAX}
-_NAME_CHARS_MAX = 512
+NAME_CHARS_MAX = 512
 CUT = "lanterne.cut"
 Mask = NDArray[np.bool_]
 
@@ -52,7 +52,7 @@ def admit(signal: str, columns: Mapping[str, list[Any]], identities: Sequence[Id
         elif field.name == "attributes":
             cleaned[field.name] = _attributes(columns[field.name])
         elif pa.types.is_dictionary(field.type) or pa.types.is_string(field.type):
-            cleaned[field.name] = _texts(columns[field.name], _TEXT_BOUNDS.get(field.name, _NAME_CHARS_MAX))
+            cleaned[field.name] = _texts(columns[field.name], _TEXT_BOUNDS.get(field.name, NAME_CHARS_MAX))
     sizes = {(i.job, i.attempt, i.rank): i.world_size for i in identities}
     _check_places(cleaned, sizes, keep, reasons)
     _check_numbers(signal, cleaned, keep, reasons)
@@ -129,6 +129,11 @@ def _check_places(
         if why and keep[at]:
             keep[at] = False
             reasons[why] += 1
+
+
+def place_fault(identity: Identity) -> str:
+    """Why no row of this speaker may be stored; empty when it may."""
+    return _place(identity.job, identity.attempt, identity.rank, identity.world_size)
 
 
 def _place(job: str, attempt: int, rank: int, world_size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,56 +12,62 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lanterne import limits, wire
-from lanterne.backend.ingest import otlp_json
+from lanterne.backend.ingest import otlp_json, walker
 from lanterne.backend.ingest.admit import Admitted, admit
 from lanterne.backend.ingest.body import BodyRefused
-from lanterne.nouns import Identity
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """How one OTLP signal is read. ``table`` is the store's name for it."""
+    """How one OTLP signal is read. ``table`` is the store's name for it; ``records`` counts those of one block."""
 
     table: str
     request: Callable[[], Any]
-    columns: Callable[[Any], wire.Columns]
-    blocks: Callable[[Any], Iterable[Any]]
+    columns: Callable[[Any, Sequence[wire.Source]], wire.Columns]
+    blocks: Callable[[Any], Sequence[Any]]
     records: Callable[[Any], int]
 
 
-def _count_spans(request: Any) -> int:
-    return sum(len(s.spans) for b in request.resource_spans for s in b.scope_spans)
-
-
-def _count_points(request: Any) -> int:
+def _count_points(block: Any) -> int:
     total = 0
-    for block in request.resource_metrics:
-        for scope in block.scope_metrics:
-            for metric in scope.metrics:
-                which = metric.WhichOneof("data")
-                if which is not None:
-                    total += len(getattr(metric, which).data_points)
+    for scope in block.scope_metrics:
+        for metric in scope.metrics:
+            which = metric.WhichOneof("data")
+            if which is not None:
+                total += len(getattr(metric, which).data_points)
     return total
 
 
-def _count_logs(request: Any) -> int:
-    return sum(len(s.log_records) for b in request.resource_logs for s in b.scope_logs)
-
-
 SIGNALS: Mapping[str, Signal] = {
-    "traces": Signal("spans", ExportTraceServiceRequest, wire.decode_traces, lambda r: r.resource_spans, _count_spans),
-    "metrics": Signal(
-        "points", ExportMetricsServiceRequest, wire.decode_metrics, lambda r: r.resource_metrics, _count_points
+    "traces": Signal(
+        "spans", ExportTraceServiceRequest, wire.decode_traces, lambda r: r.resource_spans,
+        lambda block: sum(len(s.spans) for s in block.scope_spans),
     ),
-    "logs": Signal("logs", ExportLogsServiceRequest, wire.decode_logs, lambda r: r.resource_logs, _count_logs),
-}
+    "metrics": Signal(
+        "points", ExportMetricsServiceRequest, wire.decode_metrics, lambda r: r.resource_metrics, _count_points,
+    ),
+    "logs": Signal(
+        "logs", ExportLogsServiceRequest, wire.decode_logs, lambda r: r.resource_logs,
+        lambda block: sum(len(s.log_records) for s in block.scope_logs),
+    ),
+}  # fmt: skip
 
 
 def decode(signal: str, body: bytes, *, is_json: bool = False) -> Admitted:
     """Decode and check an inflated body of ``traces``, ``metrics`` or ``logs``.
 
-    Raises :class:`BodyRefused`: 400 when it is not OTLP, 413 with more than ``limits.RECORDS_PER_BODY_MAX`` records.
+    Raises :class:`BodyRefused`: 400 when it is not OTLP, 413 with more than ``limits.RECORDS_PER_BODY_MAX`` records,
+    or with a resource whose attributes, told on each of its records, exceed ``limits.MAP_BYTES_PER_BODY_MAX``.
     """
+    if not is_json:
+        admitted = walker.admitted(SIGNALS[signal].table, body)
+        if admitted is not None:
+            return admitted
+    return decode_long(signal, body, is_json=is_json)
+
+
+def decode_long(signal: str, body: bytes, *, is_json: bool = False) -> Admitted:
+    """:func:`decode` by the protobuf library alone: slower, for every body, and the rule for the compiled way."""
     how = SIGNALS[signal]
     request = how.request()
     if is_json:
@@ -71,15 +77,16 @@ def decode(signal: str, body: bytes, *, is_json: bool = False) -> Admitted:
             request.ParseFromString(body)
         except DecodeError:
             raise BodyRefused(400, f"the body is not an OTLP protobuf request for {signal}") from None
-    records = how.records(request)
-    if records > limits.RECORDS_PER_BODY_MAX:
-        raise BodyRefused(413, f"{records} records in one body; at most {limits.RECORDS_PER_BODY_MAX} are taken")
-    return admit(how.table, how.columns(request), _identities(how.blocks(request)))
-
-
-def _identities(blocks: Iterable[Any]) -> list[Identity]:
-    found: dict[tuple[str, int, int], Identity] = {}
-    for block in blocks:
-        identity = wire.identity_of({kv.key: wire.plain(kv.value) for kv in block.resource.attributes})
-        found[identity.job, identity.attempt, identity.rank] = identity
-    return list(found.values())
+    blocks = how.blocks(request)
+    counts = [how.records(block) for block in blocks]
+    if sum(counts) > limits.RECORDS_PER_BODY_MAX:
+        raise BodyRefused(413, f"{sum(counts)} records in one body; at most {limits.RECORDS_PER_BODY_MAX} are taken")
+    sources = [wire.source_of(block.resource) for block in blocks]
+    told = sum(
+        count * sum(len(k) + len(v) for k, v in source.rest.items())
+        for count, source in zip(counts, sources, strict=True)
+    )
+    if told > limits.MAP_BYTES_PER_BODY_MAX:
+        raise BodyRefused(413, "the resource's attributes are too long for so many records; send smaller batches")
+    last = {(s.identity.job, s.identity.attempt, s.identity.rank): s.identity for s in sources}
+    return admit(how.table, how.columns(request, sources), list(last.values()))

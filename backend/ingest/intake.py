@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lanterne import limits
+from lanterne.backend.ingest import walker
 from lanterne.backend.ingest.admit import Admitted
 from lanterne.backend.ingest.body import BodyRefused
 from lanterne.backend.ingest.decode import decode
@@ -44,6 +45,7 @@ class Intake:
         self._due: dict[Place, Identity] = {}
         self._jobs: set[str] = {job.id for job in control.jobs(limit=limits.JOBS_MAX)}
         self._names: dict[str, set[str]] = {}
+        walker.load_soon()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._touch_often, name="lanterne-seen", daemon=True)
         self._thread.start()
