@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Gather:
     used: int = 0  # files that gave at least one fact
     sampled: int = 0
     notes_seen: set[str] = field(default_factory=set)
+    forms: dict[bytes, Any] = field(default_factory=dict)  # of text lines, see lanterne.backend.readers.forms
 
     def event(
         self,

@@ -1,4 +1,4 @@
-"""Trainer metrics in text: key=value, key: value, Megatron's pipes, CSV, JSON lines, nanoGPT's short keys.
+"""Rows of trainer metrics (JSON, CSV, TensorBoard, text) become series of the closed vocabulary.
 
 One table of aliases maps other people's names to the closed vocabulary of :mod:`lanterne.causal.facts`.
 A name that says loss or norm of something else (``val_loss``, ``lm_loss_aux``) keeps its own name and is not judged.
@@ -10,36 +10,22 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from lanterne import limits
+from lanterne.backend.readers import patterns
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.metric_names import (
     ALIASES,
     HOST_KEYS,
     RANK_KEYS,
     SETTING_KEYS,
-    STEP_KEY_SET,
     STEP_KEYS,
     key_of,
 )
 from lanterne.backend.readers.source import Source
 from lanterne.nouns import NO_RANK
-
-_NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|NaN|NAN|inf|Inf|INF|Infinity)\b"
-_PAIR = re.compile(rf"(?P<key>[A-Za-z_][\w /.()-]{{0,60}}?)['\"]?\s*[=:]\s*['\"]?(?P<value>{_NUMBER})(?P<unit>ms|s|%)?")
-_STEP_WORD = re.compile(
-    r"\b(?:step|iteration|iter|it|global_step|steps)\b['\"]?\s*[=:# ]?\s*\[?(\d{1,12})\b", re.IGNORECASE
-)
-_NANOGPT = re.compile(r"^s:(\d+) (\w+):")
-_WORTH = re.compile(
-    r"loss|norm|\blr\b|learning.rate|\btrl:|_ms\b|step.time|iter.*time|checksum|scale|valid_|tokens", re.IGNORECASE
-)
-_TWO_COLUMNS = re.compile(rf"^(\d+)[\t ,]+({_NUMBER})$")
-
-
-def worth(text: str) -> bool:
-    """A cheap look: may this line carry metrics?"""
-    return text[:1].isdigit() or _WORTH.search(text[:4_000]) is not None
 
 
 def number(value: Any) -> float | None:
@@ -69,13 +55,47 @@ def flatten(row: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     return out
 
 
-_QUANTISED = re.compile(r"0\.0{3,}\d?")
-"""A learning rate printed with fixed decimals and at most one digit left: 0.000002 says nothing of its course."""
+_BELOW_PRINT = re.compile(r"0\.0{2,}")
+"""A learning rate printed with fixed decimals and none of them left: too small to print is not zero."""
 FINGERPRINTS_MAX = 20_000
 FINGERPRINT_KEYS = tuple(
     map(key_of, ("batch_fingerprint", "fingerprint", "batch_hash", "sample_ids", "sample_indices"))
 )
 _JUDGED = frozenset({"loss", "grad_norm", "grad_norm_local"})
+COLUMN_SETS_MAX = 10_000
+_STEP_ORDER = tuple(map(key_of, STEP_KEYS))
+_WORD_KEYS = frozenset({"event", "msg", "message", "note", "type", "resumed", "resume"})
+_PER_RANK = re.compile(r"^(?P<name>.+?)[/_.\[ -]?rank[_ -]?(?P<rank>\d+)\]?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """``metrics``: column, series, factor, and the rank where the column's name holds one."""
+
+    steps: tuple[str, ...]
+    rank: str | None
+    host: str | None
+    metrics: tuple[tuple[str, str, float, int | None], ...]
+    words: bool  # settings, fingerprints or events
+
+
+def _columns_of(names: tuple[str, ...]) -> _Columns:
+    keys = {key_of(n): n for n in names}
+    found: list[tuple[str, str, float, int | None]] = []
+    for name in names:
+        apart = _PER_RANK.match(name)
+        alias = ALIASES.get(key_of(apart["name"])) if apart else None
+        if apart and alias:
+            found.append((name, *alias, int(apart["rank"])))
+        elif alias := ALIASES.get(key_of(name)):
+            found.append((name, *alias, None))
+    return _Columns(
+        steps=tuple(keys[k] for k in _STEP_ORDER if k in keys),
+        rank=next((keys[k] for k in RANK_KEYS if k in keys), None),
+        host=next((keys[k] for k in HOST_KEYS if k in keys), None),
+        metrics=tuple(found),
+        words=any(k in SETTING_KEYS or k in FINGERPRINT_KEYS or k in _WORD_KEYS for k in keys),
+    )
 
 
 class RowMetrics:
@@ -87,61 +107,64 @@ class RowMetrics:
         self.found = 0
         self.prints = 0
         self.keys: dict[int, set[str]] = {}
-        self.per_rank_columns = re.compile(r"^(?P<name>.+?)[/_.\[ -]?rank[_ -]?(?P<rank>\d+)\]?$", re.IGNORECASE)
+        self.columns: dict[tuple[str, ...], _Columns] = {}
 
     def row(self, row: Mapping[str, Any], step: int | None = None, rank: int | None = None) -> int | None:
         """Add one row; the answer is its step."""
-        flat = flatten(row)
-        by_key = {key_of(k): v for k, v in flat.items()}
+        flat = flatten(row) if any(isinstance(v, Mapping) for v in row.values()) else row
+        columns = self._columns(tuple(flat))
         if step is None:
             step = next(
-                (
-                    int(v)
-                    for k in STEP_KEYS
-                    if (v := number(by_key.get(key_of(k)))) is not None and math.isfinite(v) and v >= 0
-                ),
-                None,
+                (int(v) for c in columns.steps if (v := number(flat[c])) is not None and 0 <= v < 1 << 63), None
             )
-        own = next((number(by_key[k]) for k in RANK_KEYS if k in by_key), None)
-        who = (
-            int(own)
-            if own is not None and math.isfinite(own) and 0 <= own < 131_072
-            else (self.rank if rank is None else rank)
-        )
-        host = next((str(by_key[k]) for k in HOST_KEYS if k in by_key), "")
-        if host and who >= 0:
-            self.gather.place(who, host=host)
-        self.settings(by_key)
-        names = [k for k in flat if key_of(k) in ALIASES or self.per_rank_columns.match(k)]
+        own = number(flat[columns.rank]) if columns.rank is not None else None
+        who = self.rank if rank is None else rank
+        if own is not None and math.isfinite(own) and 0 <= own < limits.RANKS_MAX:
+            who = int(own)
+        if columns.host is not None and who >= 0 and flat[columns.host]:
+            self.gather.place(who, host=str(flat[columns.host]))
         if step is None:
-            step = self.count if names else None
-        self.count += bool(names)
-        for name in names:
-            self.value(name, flat[name], step or 0, who)
+            step = self.count if columns.metrics else None
+        self.count += bool(columns.metrics)
+        for name, series, factor, column_rank in columns.metrics:
+            self._value(series, factor, flat[name], step or 0, who if column_rank is None else column_rank)
+        if columns.words:
+            by_key = {key_of(k): v for k, v in flat.items()}
+            self.settings(by_key)
+            self._fingerprint(by_key, step, who)
+            self._words(by_key, step, who)
         self._note_keys(flat, who)
-        self._fingerprint(by_key, step, who)
-        self._words(by_key, step, who)
         return step
 
+    def _columns(self, names: tuple[str, ...]) -> _Columns:
+        """What each column of a row of this form means, worked out once."""
+        known = self.columns.get(names)
+        if known is None:
+            if len(self.columns) >= COLUMN_SETS_MAX:
+                self.columns.clear()
+            known = self.columns[names] = _columns_of(names)
+        return known
+
     def value(self, name: str, raw: Any, step: int, rank: int) -> None:
-        """Add one metric; a list is one value a rank; NaN and inf also leave a fact."""
-        column = self.per_rank_columns.match(name)
-        if column and key_of(column["name"]) in ALIASES:
-            name, rank = column["name"], int(column["rank"])
-        alias = ALIASES.get(key_of(name))
-        if alias is None or step >= 1 << 53:
+        """Add one metric by its name; names that mean nothing here are passed over."""
+        for _, series, factor, column_rank in _columns_of((name,)).metrics:
+            self._value(series, factor, raw, step, rank if column_rank is None else column_rank)
+
+    def _value(self, series: str, factor: float, raw: Any, step: int, rank: int) -> None:
+        """A list is one value a rank; NaN and inf also leave a fact."""
+        if step >= 1 << 53:
             return
-        values = raw if isinstance(raw, list) else [raw]
-        for i, item in enumerate(values[:131_072]):
+        spread = isinstance(raw, list)
+        values = raw if isinstance(raw, list) else (raw,)
+        for i, item in enumerate(values[: limits.RANKS_MAX]):
             value = number(item)
-            if value is not None and not (alias[0] == "lr" and isinstance(item, str) and _QUANTISED.fullmatch(item)):
-                self.found += 1
-                who = i if isinstance(raw, list) and len(values) > 1 else rank
-                if not math.isfinite(value) and alias[0] in _JUDGED:
-                    self.gather.event("nonfinite_sample", rank=who, step=step, ref=self.where, series=alias[0])
-                self.gather.sample(
-                    alias[0], step, i if isinstance(raw, list) and len(values) > 1 else rank, value * alias[1]
-                )
+            if value is None or (series == "lr" and isinstance(item, str) and _BELOW_PRINT.fullmatch(item)):
+                continue
+            self.found += 1
+            if not math.isfinite(value) and series in _JUDGED:
+                who = i if spread and len(values) > 1 else rank
+                self.gather.event("nonfinite_sample", rank=who, step=step, ref=self.where, series=series)
+            self.gather.sample(series, step, i if spread else rank, value * factor)
 
     def settings(self, by_key: Mapping[str, Any]) -> None:
         """Note configuration values, once each."""
@@ -150,12 +173,15 @@ class RowMetrics:
             if isinstance(value, (str, int, float, bool)) and f"setting:{name}={value}" not in self.gather.notes_seen:
                 self.gather.notes_seen.add(f"setting:{name}={value}")
                 self.gather.event("setting", rank=NO_RANK, ref=self.where, key=name, value=value)
-                if name == "world_size" and isinstance(value, int) and 0 < value <= 131_072:
+                if name == "world_size" and isinstance(value, int) and 0 < value <= limits.RANKS_MAX:
                     self.gather.expected = max(self.gather.expected, value)
 
     def _note_keys(self, flat: Mapping[str, Any], rank: int) -> None:
-        if rank >= 0 and len(self.keys.setdefault(rank, set())) < 1_000:
-            self.keys[rank].update(k for k, v in flat.items() if number(v) is not None or v is None)
+        if rank < 0:
+            return
+        keys = self.keys.setdefault(rank, set())
+        if len(keys) < 1_000 and not keys.issuperset(flat):
+            keys.update(k for k, v in flat.items() if number(v) is not None or v is None)
 
     def _fingerprint(self, by_key: Mapping[str, Any], step: int | None, rank: int) -> None:
         """Which samples a rank saw: equal prints on several ranks are the same batch."""
@@ -171,8 +197,6 @@ class RowMetrics:
         for key in ("event", "msg", "message", "note", "type"):
             text = by_key.get(key)
             if isinstance(text, str) and text:
-                from lanterne.backend.readers import patterns
-
                 for pattern, attributes in patterns.match(text):
                     plain = {
                         k: v for k, v in attributes.items() if k not in {"rank", "step", "host", "name", "ref", "body"}
@@ -199,55 +223,6 @@ class RowMetrics:
         for rank, keys in self.keys.items():
             if keys:
                 self.gather.event("log.metric_keys", rank=rank, ref=self.where, keys=",".join(sorted(keys))[:4000])
-
-
-class LineMetrics:
-    """Metrics inside log lines; feeds :class:`RowMetrics`."""
-
-    def __init__(self, source: Source, gather: Gather) -> None:
-        self.rows = RowMetrics(gather, NO_RANK, source.name)
-        self.two_columns = 0
-
-    @property
-    def found(self) -> int:
-        return self.rows.found
-
-    def close(self) -> None:
-        """Leave which keys each rank logged."""
-        self.rows.close()
-
-    def line(self, text: str, rank: int) -> int | None:
-        """Take one line; the answer is its step where it has one."""
-        if (short := _NANOGPT.match(text)) and short[2] != "trl":
-            return int(short[1])
-        plain = _TWO_COLUMNS.match(text)
-        if plain:
-            return self.rows.row({"step": int(plain[1]), "loss": plain[2]}, rank=rank)
-        start = text.find("{")
-        if start >= 0 and text.rstrip().endswith("}"):
-            row = parse_object(text[start:])
-            if row is not None:
-                return self.rows.row(row, rank=rank)
-        pairs = {m["key"].strip(): _with_unit(m) for m in _PAIR.finditer(text[:4_000])}
-        pairs = {_last_words(k): v for k, v in pairs.items()}
-        if not any(key_of(k) in ALIASES for k in pairs):
-            return None
-        step = _STEP_WORD.search(text[:4_000])
-        return self.rows.row(pairs, step=int(step.group(1)) if step else (int(short[1]) if short else None), rank=rank)
-
-
-def _with_unit(found: re.Match[str]) -> str:
-    return found["value"]
-
-
-def _last_words(key: str) -> str:
-    """The longest tail of a captured key that is a known name (``12:00 step 5 - loss`` -> ``loss``)."""
-    words = key.split(" ")
-    for i in range(len(words)):
-        tail = " ".join(words[i:]).strip(" -")
-        if key_of(tail) in ALIASES or key_of(tail) in STEP_KEY_SET:
-            return tail
-    return key
 
 
 def parse_object(text: str) -> dict[str, Any] | None:

@@ -48,10 +48,36 @@ def patterns() -> tuple[Pattern, ...]:
     return tuple(found)
 
 
+_NOT_A_DIGIT = re.compile(r"\(\?P?<\w+>|\{[\d,]+\}|0-9|\\d")
+_ZEROS = str.maketrans("123456789", "000000000")
+
+
 @lru_cache(maxsize=1)
-def _any_literal() -> re.Pattern[str]:
-    literals = sorted({c for p in patterns() for c in p.contains}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, literals)))
+def _by_literal() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Literal, with ``0`` for every digit, -> places of its patterns."""
+    places: dict[str, set[int]] = {}
+    for i, pattern in enumerate(patterns()):
+        for literal in pattern.contains:
+            places.setdefault(literal.translate(_ZEROS), set()).add(i)
+    return tuple((literal, tuple(sorted(at))) for literal, at in places.items())
+
+
+@lru_cache(maxsize=1)
+def _tied_to_digits() -> frozenset[int]:
+    """Places of patterns whose match depends on which digits stand in a line, not only on where."""
+    rest = [_NOT_A_DIGIT.sub("", p.regex.pattern) for p in patterns()]
+    return frozenset(i for i, r in enumerate(rest) if re.search("[1-9]|\\[\\^0", r))
+
+
+def candidates(form: str) -> tuple[Pattern, ...]:
+    """The patterns that lines of this form may match; ``form`` is a line with ``0`` for every digit."""
+    lower = form.lower()
+    places: set[int] = set()
+    for literal, at in _by_literal():
+        if literal in lower:
+            places.update(at)
+    known, tied = patterns(), _tied_to_digits()
+    return tuple(known[i] for i in sorted(places) if i in tied or known[i].regex.search(form))
 
 
 def value_of(text: str) -> AttributeValue:
@@ -66,21 +92,22 @@ def value_of(text: str) -> AttributeValue:
         return text
 
 
+def captured(pattern: Pattern, text: str) -> dict[str, AttributeValue] | None:
+    """What ``pattern`` finds in a line, or None. ``name2`` is another spelling of ``name``."""
+    found = pattern.regex.search(text)
+    if found is None:
+        return None
+    attributes: dict[str, AttributeValue] = dict(pattern.means)
+    for key, part in found.groupdict().items():
+        if part is not None and part.strip():
+            attributes.setdefault(key.rstrip("23"), value_of(_SPACES.sub(" ", part.strip())[:400]))
+    return attributes
+
+
 def match(line: str) -> Iterator[tuple[Pattern, dict[str, AttributeValue]]]:
-    """Yield every pattern the line matches with its captured attributes. ``name2`` is another spelling of ``name``."""
+    """Yield every pattern the line matches with its captured attributes."""
     text = line[:LINE_CHARS_MAX]
-    lower = text.lower()
-    if not _any_literal().search(lower):
-        return
-    for pattern in patterns():
-        if not any(c in lower for c in pattern.contains):
-            continue
-        found = pattern.regex.search(text)
-        if found is None:
-            continue
-        attributes: dict[str, AttributeValue] = dict(pattern.means)
-        for key, captured in found.groupdict().items():
-            if captured is not None and captured.strip():
-                short = _SPACES.sub(" ", captured.strip())[:400]
-                attributes.setdefault(key.rstrip("23"), value_of(short))
-        yield pattern, attributes
+    for pattern in candidates(text.translate(_ZEROS)):
+        attributes = captured(pattern, text)
+        if attributes is not None:
+            yield pattern, attributes

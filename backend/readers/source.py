@@ -147,16 +147,31 @@ def read_all(source: Source, limit: int = limits.READER_MEMORY_BYTES) -> bytes:
     return b"".join(parts)
 
 
-def lines(source: Source) -> Iterator[tuple[int, str]]:
-    r"""Yield ``(line number from 1, text)``; ``\r`` also ends a line (progress bars); long lines are cut."""
+_NO_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+
+
+def masked_lines(source: Source) -> Iterator[tuple[int, bytes, bytes]]:
+    r"""Yield ``(line number from 1, line, its form)``; the form has ``0`` for every digit, at the same places.
+
+    ``\r`` also ends a line (progress bars); a line is cut at ``limits.LINE_BYTES_MAX`` bytes.
+    """
     number, rest = 0, b""
     for piece in chunks(source.path, source.packed):
-        data = (rest + piece).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        data = rest + piece
+        half = data.endswith(b"\r")  # its \n may stand in the next piece
+        if b"\r" in data:
+            data = data[: len(data) - half].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *whole, rest = data.split(b"\n")
-        for line in whole:
+        for line, form in zip(whole, data.translate(_NO_DIGITS).split(b"\n"), strict=False):
             number += 1
-            yield number, line[: limits.LINE_BYTES_MAX].decode("utf-8", "replace")
-        if len(rest) > limits.LINE_BYTES_MAX:
-            rest = rest[: limits.LINE_BYTES_MAX]
-    if rest:
-        yield number + 1, rest[: limits.LINE_BYTES_MAX].decode("utf-8", "replace")
+            yield number, line[: limits.LINE_BYTES_MAX], form[: limits.LINE_BYTES_MAX]
+        rest = rest[: limits.LINE_BYTES_MAX] + b"\r" * half
+    if rest.strip(b"\r"):
+        line = rest.rstrip(b"\r")
+        yield number + 1, line, line.translate(_NO_DIGITS)
+
+
+def lines(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield ``(line number from 1, text)`` of :func:`masked_lines`."""
+    for number, line, _ in masked_lines(source):
+        yield number, line.decode("utf-8", "replace")

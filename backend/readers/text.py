@@ -7,47 +7,21 @@ last) and exceptions leave ``log.exception``. Metrics in text go through :mod:`l
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
-from lanterne.backend.readers import metrics, patterns
+from lanterne import limits
+from lanterne.backend.readers import forms, line_metrics, patterns
+from lanterne.backend.readers.forms import Form
 from lanterne.backend.readers.gather import Gather
-from lanterne.backend.readers.source import Source, lines
+from lanterne.backend.readers.metrics import parse_object
+from lanterne.backend.readers.source import Source, masked_lines
 from lanterne.nouns import NO_RANK, NO_STEP
 
-PER_PATTERN_MAX = 2_000  # facts of one pattern from one speaker: the rest is counted
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_PREFIXES = (
-    re.compile(r"^\s*\[(?:rank|Rank|RANK)[ _]?(?P<rank>\d+)\]:?\s?"),
-    re.compile(r"^\s*\[[\w-]*?(?P<local>\d+)\]:\s?"),  # torchrun --tee: [default3]:
-    re.compile(r"^\s*\[\d+,(?P<rank>\d+)\](?:<std(?:err|out|diag)>)?:?\s?"),  # mpirun --tag-output
-    re.compile(r"^\s*(?P<rank>\d{1,5}):\s"),  # srun --label
-    re.compile(r"^\s*(?:rank|Rank|RANK)[ _=:#-]?(?P<rank>\d+)\s*[|:\]>-]\s?"),
-)
-_INLINE = (
-    re.compile(r"\bRank (?P<rank>\d+)\]"),
-    re.compile(r"\[(?:global_?)?rank[ =:]?(?P<rank>\d+)\]", re.IGNORECASE),
-    re.compile(r"\((?:global )?rank[ =:]?(?P<rank>\d+)\)", re.IGNORECASE),
-    re.compile(r"\bRankID[: ](?P<rank>\d+)"),
-    re.compile(r"(?<![\w-])(?:global_)?rank[=: ]\s?(?P<rank>\d+)\b(?! (?:and|is running))", re.IGNORECASE),
-)
-_NCCL = re.compile(r"^(?:\[[\d: .T-]+\] )?(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] (?:[\w./]+:\d+ )?NCCL")
-_HOST_PREFIX = re.compile(r"^\s*\[?(?P<host>(?:node|gpu|host|worker|ip|compute|dgx|hgx)[\w.-]*\d)[\]:|]\s")
-_SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
-_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
-_GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
-_EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
-)
-_STEP = re.compile(r"\b(?:global_?step|step|iteration|iter)\b[ =:#]*(\d{1,12})(?:/\d+)?", re.IGNORECASE)
-_SPAN = re.compile(r"\[#(?P<name>\w+)\] \[(?P<what>BEGIN|END|INSTANT)\]\s*(?P<json>\{.*\})?")
-_ELASTIC = {
-    "rank": re.compile(r"^\s*rank\s+:\s*(\d+)"),
-    "host": re.compile(r"^\s*host\s+:\s*(\S+)"),
-    "exit": re.compile(r"^\s*exitcode\s+:\s*(-?\d+)"),
-    "why": re.compile(r"^\s*traceback\s+:\s*(.*)"),
-}
+FIRST_MAX, LAST_MAX = 400, 40
+"""Facts of one sentence from one speaker: this many of the first and of the last; what lies between is counted."""
 
 
 @dataclass
@@ -55,11 +29,10 @@ class _Speaker:
     """What a log has said for one rank (or for nobody in particular)."""
 
     lines: int = 0
-    last: str = ""
-    last_ref: str = ""
-    last_ns: int = 0
+    last: tuple[int, bytes, bytes] = (0, b"", b"")  # number, line, the line that last had a time
     step: int = NO_STEP
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    later: dict[str, deque[dict[str, Any]]] = field(default_factory=dict)
 
 
 class TextReader:
@@ -69,66 +42,114 @@ class TextReader:
         self.source, self.gather = source, gather
         self.speakers: dict[int, _Speaker] = defaultdict(_Speaker)
         self.host, self.now_ns, self.traceback = "", 0, False
+        self.stamp = b""
         self.block: dict[str, str] | None = None
         self.begun: dict[str, int] = {}
         self.by_pid: dict[tuple[str, str], int] = {}
-        self.table = metrics.LineMetrics(source, gather)
+        self.table = line_metrics.LineMetrics(source, gather)
         self.found = 0
 
     def run(self) -> int:
         """Read the whole file; the answer is how many facts it gave."""
-        for number, raw in lines(self.source):
-            text = _ANSI.sub("", raw).rstrip() if "\x1b" in raw else raw.rstrip()
-            if text:
-                self.line(number, text)
+        known, default = self.gather.forms, self.source.rank
+        speakers = self.speakers
+        for number, raw, mask in masked_lines(self.source):
+            form = known.get(mask)
+            if form is None:
+                form = self._form(raw, mask)
+            if form.timed:
+                self.stamp = raw
+            if form.quiet:
+                rank = default if form.rank is None else int(raw[form.rank[0] : form.rank[1]])
+                speaker = speakers[rank]
+                speaker.lines += 1
+                speaker.last = (number, raw, self.stamp)
+            else:
+                self.line(number, raw, form)
         self._close_block("")
         self.table.close()
-        if self.found or self.table.found or self.source.rank != NO_RANK:
-            for rank, speaker in self.speakers.items():
-                if rank != NO_RANK or len(self.speakers) == 1:
-                    self.gather.event(
-                        "log.last_line",
-                        rank=rank,
-                        at_ns=speaker.last_ns,
-                        host=self.host,
-                        body=speaker.last[:500],
-                        ref=speaker.last_ref,
-                        lines=speaker.lines,
-                        step=speaker.step,
-                    )
+        self._close_speakers()
         return self.found + self.table.found
 
-    def line(self, number: int, text: str) -> None:
+    def _form(self, raw: bytes, mask: bytes) -> Form:
+        text = raw[: 2 * forms.LINE_CHARS_MAX].decode("utf-8", "replace").rstrip()
+        form = forms.form_of(text)
+        if not raw.isascii():
+            form.quiet = False  # places are those of characters
+        if len(self.gather.forms) >= forms.FORMS_MAX:
+            self.gather.forms.clear()
+        if len(mask) <= forms.LINE_CHARS_MAX:
+            self.gather.forms[mask] = form
+        return form
+
+    def line(self, number: int, raw: bytes, form: Form) -> None:
         """Take one line: who speaks, when, what it says."""
-        rank, said = self._who(text)
-        self._when(text)
-        ref = f"{self.source.name}:{number}"
+        text = raw.decode("utf-8", "replace").rstrip()
+        if form.escaped:
+            text = forms.plain(text)
+            raw = text.encode()
+            form = forms.form_of(text)
+            self.stamp = raw if form.timed else self.stamp
+        if not text:
+            return
+        rank, said = self._who(text, form)
         speaker = self.speakers[rank]
         speaker.lines += 1
-        speaker.last, speaker.last_ref, speaker.last_ns = said.strip(), ref, self.now_ns
-        if self._elastic(said, ref) or self._span(said, rank, ref):
+        speaker.last = (number, raw, self.stamp)
+        if form.quiet or form.silent:
             return
-        if metrics.worth(said):
-            step = self.table.line(said, rank)
+        ref = f"{self.source.name}:{number}"
+        if form.elastic and self._elastic(said, ref):
+            return
+        if form.event_span and self._span(said, rank, ref):
+            return
+        if form.layout is not None:
+            step = self.table.line(said, rank, form.layout)
             if step is not None:
                 speaker.step = step
-        found = _STEP.search(said)
-        step = int(found.group(1)) if found else speaker.step
-        self._exception(said, rank, step, ref)
-        for pattern, attributes in patterns.match(said):
-            self._fact(pattern.event, attributes, rank, step, ref, said)
+        step = int(said[form.step[0] : form.step[1]]) if form.step else speaker.step
+        if form.traceback or form.exception:
+            self._exception(said, rank, step, ref)
+        for pattern in form.sentences:
+            attributes = patterns.captured(pattern, said[: patterns.LINE_CHARS_MAX])
+            if attributes is not None:
+                self._fact(pattern.event, attributes, rank, step, ref, said)
+
+    def _close_speakers(self) -> None:
+        """The last facts of chatty sentences, and each rank's last line."""
+        for speaker in self.speakers.values():
+            for event in speaker.later.values():
+                for fact in event:
+                    self.gather.event(**fact)
+        if not (self.found or self.table.found or self.source.rank != NO_RANK):
+            return
+        for rank, speaker in self.speakers.items():
+            number, raw, self.stamp = speaker.last
+            if number and (rank != NO_RANK or len(self.speakers) == 1):
+                text = forms.plain(raw[: 2 * forms.LINE_CHARS_MAX].decode("utf-8", "replace"))
+                said = text[forms.form_of(text).said :].strip()
+                self.gather.event(
+                    "log.last_line",
+                    rank=rank,
+                    at_ns=self._now(),
+                    host=self.host,
+                    body=said[:500],
+                    ref=f"{self.source.name}:{number}",
+                    lines=speaker.lines,
+                    step=speaker.step,
+                )
 
     def _span(self, said: str, rank: int, ref: str) -> bool:
         """``[time] [pid] [id] [trainer] [#step] [BEGIN|END] {json}``: spans of an event log, paired by name."""
-        found = _SPAN.search(said)
+        found = forms.EVENT_SPAN.search(said)
         if found is None:
             return False
         if found["what"] == "BEGIN":
-            self.begun[found["name"]] = self.now_ns
+            self.begun[found["name"]] = self._now()
             return True
         begun = self.begun.pop(found["name"], 0)
-        if found["what"] == "END" and begun and self.now_ns >= begun:
-            row = metrics.parse_object(found["json"] or "") or {}
+        if found["what"] == "END" and begun and self._now() >= begun:
+            row = parse_object(found["json"] or "") or {}
             step = row.get("global_step", NO_STEP)
             self.found += 1
             self.gather.event(
@@ -137,38 +158,30 @@ class TextReader:
                 step=step if isinstance(step, int) else NO_STEP,
                 at_ns=begun,
                 ref=ref,
-                seconds=(self.now_ns - begun) / 1e9,
+                seconds=(self._now() - begun) / 1e9,
             )
         return found["what"] == "END"
 
-    def _who(self, text: str) -> tuple[int, str]:
-        rank, said = self.source.rank, text
-        for prefix in _PREFIXES:
-            found = prefix.match(text)
-            if found:
-                groups = found.groupdict()
-                rank = int(groups.get("rank") or groups.get("local") or rank)
-                return rank, text[found.end() :]
-        nccl = _NCCL.match(text)
-        if nccl:
-            self.host = nccl["host"]
-            known = self.by_pid.get((nccl["host"], nccl["pid"]))
-            return (known if known is not None else rank), text
-        host = _HOST_PREFIX.match(text)
-        kernel = _SYSLOG.search(text[:120]) if " kernel:" in text[:140] else None
-        if kernel:
-            self.host = kernel["host"]
-        elif host:
-            self.host, said = host["host"], text[host.end() :]
-        if "ank" in text or "RANK" in text:
-            for inline in _INLINE:
-                found = inline.search(text[:2_000])
-                if found:
-                    return int(found["rank"]), said
-        return rank, said
+    def _who(self, text: str, form: Form) -> tuple[int, str]:
+        rank = self.source.rank
+        if form.host:
+            self.host = text[form.host[0] : form.host[1]]
+        if form.process:
+            (a, b), (c, d) = form.process
+            rank = self.by_pid.get((text[a:b], text[c:d]), rank)
+        if form.rank:
+            rank = int(text[form.rank[0] : form.rank[1]])
+        return rank if rank < limits.RANKS_MAX else self.source.rank, text[form.said :]
+
+    def _now(self) -> int:
+        """Unix ns of the last time that a line had; 0 before the first."""
+        if self.stamp:
+            self._when(self.stamp[:800].decode("utf-8", "replace"))
+            self.stamp = b""
+        return self.now_ns
 
     def _when(self, text: str) -> None:
-        found = _TIME.search(text[:200])
+        found = forms.TIME.search(text[:200])
         try:
             if found:
                 year, month, day, hour, minute, second = (int(g) for g in found.groups()[:6])
@@ -176,7 +189,7 @@ class TextReader:
                 base = datetime(year, month, day, hour, minute, second, tzinfo=UTC)
                 self.now_ns = int(base.timestamp()) * 10**9 + fraction
                 return
-            found = _GLOG.search(text[:200])
+            found = forms.GLOG.search(text[:200])
             if found:
                 month, day, hour, minute, second = (int(g) for g in found.groups()[:5])
                 base = datetime(2000, month, day, hour, minute, second, tzinfo=UTC)  # glog writes no year
@@ -189,7 +202,7 @@ class TextReader:
             self.traceback = True
             return
         body = said.strip() if self.traceback else said
-        found = _EXCEPTION.match(body)
+        found = forms.EXCEPTION.match(body)
         if found:
             self.traceback = False
             self._emit("exception", rank, step, ref, body, type=found["type"], message=(found["message"] or "")[:400])
@@ -202,7 +215,7 @@ class TextReader:
             return True
         if self.block is None:
             return False
-        for key, pattern in _ELASTIC.items():
+        for key, pattern in forms.ELASTIC.items():
             found = pattern.match(said)
             if found:
                 self.block[key] = found.group(1)
@@ -223,7 +236,7 @@ class TextReader:
             self.gather.event(
                 "log.rank_failed",
                 rank=int(self.block["rank"]),
-                at_ns=self.now_ns,
+                at_ns=self._now(),
                 host=self.block.get("host", ""),
                 ref=self.block.get("ref", ref),
                 exit_code=code,
@@ -245,32 +258,34 @@ class TextReader:
         host = attributes.pop("host", None)
         if isinstance(host, str):
             self.host = host
-        if event == "comm_init" and (nccl := _NCCL.match(said)):
+        if event == "comm_init" and (nccl := forms.NCCL.match(said)):
             self.by_pid[(nccl["host"], nccl["pid"])] = rank
             self.gather.place(rank, host=nccl["host"], device=str(attributes.get("cuda_device", "")))
         if event in {"world_size", "comm_init"}:
             size = attributes.get("world_size")
-            if isinstance(size, int) and 0 < size <= 131_072 and self.source.packed != "?":
+            if isinstance(size, int) and 0 < size <= limits.RANKS_MAX and self.source.packed != "?":
                 self.gather.expected = max(self.gather.expected, size)
         self._emit(event, rank, step, ref, said, **attributes)
 
     def _emit(self, event: str, rank: int, step: int, ref: str, said: str, **attributes: object) -> None:
         speaker = self.speakers[rank]
         speaker.counts[event] += 1
-        if speaker.counts[event] > PER_PATTERN_MAX:
-            return
         self.found += 1
         plain = {k: v for k, v in attributes.items() if isinstance(v, (str, int, float, bool)) and k not in _RESERVED}
-        self.gather.event(
-            f"log.{event}",
-            rank=rank,
-            step=step,
-            at_ns=self.now_ns,
-            host=self.host,
-            body=said.strip()[:1000],
-            ref=ref,
-            extra=plain,
-        )
+        fact = {
+            "name": f"log.{event}",
+            "rank": rank,
+            "step": step,
+            "at_ns": self._now(),
+            "host": self.host,
+            "body": said.strip()[:1000],
+            "ref": ref,
+            "extra": plain,
+        }
+        if speaker.counts[event] <= FIRST_MAX:
+            self.gather.event(**fact)
+        else:
+            speaker.later.setdefault(event, deque(maxlen=LAST_MAX)).append(fact)
 
 
 _RESERVED = frozenset({"name", "rank", "step", "at_ns", "host", "body", "ref"})

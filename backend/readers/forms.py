@@ -1,0 +1,139 @@
+"""What lines of one form can say. Logs repeat themselves: two lines that differ only in their digits are of one form,
+and everything but the digits (who speaks, which sentences, where the numbers stand) is worked out once a form.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lanterne.backend.readers import line_metrics, patterns
+
+FORMS_MAX = 30_000
+"""Forms kept at a time; a log with more starts afresh."""
+LINE_CHARS_MAX = patterns.LINE_CHARS_MAX
+Span = tuple[int, int]
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PREFIXES = (
+    re.compile(r"^\s*\[(?:rank|Rank|RANK)[ _]?(?P<rank>\d+)\]:?\s?"),
+    re.compile(r"^\s*\[[\w-]*?(?P<rank>\d+)\]:\s?"),  # torchrun --tee: [default3]:
+    re.compile(r"^\s*\[\d+,(?P<rank>\d+)\](?:<std(?:err|out|diag)>)?:?\s?"),  # mpirun --tag-output
+    re.compile(r"^\s*(?P<rank>\d{1,5}):\s"),  # srun --label
+    re.compile(r"^\s*(?:rank|Rank|RANK)[ _=:#-]?(?P<rank>\d+)\s*[|:\]>-]\s?"),
+)
+_INLINE = (
+    re.compile(r"\bRank (?P<rank>\d+)\]"),
+    re.compile(r"\[(?:global_?)?rank[ =:]?(?P<rank>\d+)\]", re.IGNORECASE),
+    re.compile(r"\((?:global )?rank[ =:]?(?P<rank>\d+)\)", re.IGNORECASE),
+    re.compile(r"\bRankID[: ](?P<rank>\d+)"),
+    re.compile(r"(?<![\w-])(?:global_)?rank[=: ]\s?(?P<rank>\d+)\b(?! (?:and|is running))", re.IGNORECASE),
+)
+NCCL = re.compile(r"^(?:\[[\d: .T-]+\] )?(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] (?:[\w./]+:\d+ )?NCCL")
+_HOST_PREFIX = re.compile(r"^\s*\[?(?P<host>(?:node|gpu|host|worker|ip|compute|dgx|hgx)[\w.-]*\d)[\]:|]\s")
+_SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
+TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
+EXCEPTION = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
+)
+STEP = re.compile(r"\b(?:global_?step|step|iteration|iter)\b[ =:#]*(\d{1,12})(?:/\d+)?", re.IGNORECASE)
+EVENT_SPAN = re.compile(r"\[#(?P<name>\w+)\] \[(?P<what>BEGIN|END|INSTANT)\]\s*(?P<json>\{.*\})?")
+ELASTIC = {
+    "rank": re.compile(r"^\s*rank\s+:\s*(\d+)"),
+    "host": re.compile(r"^\s*host\s+:\s*(\S+)"),
+    "exit": re.compile(r"^\s*exitcode\s+:\s*(-?\d+)"),
+    "why": re.compile(r"^\s*traceback\s+:\s*(.*)"),
+}
+ELASTIC_START = re.compile(r"Root Cause \(first observed failure\)|^\s*(?:\[\d+\]:|Other Failures:)\s*$")
+ELASTIC_OTHER = re.compile(r"^\s*(?:time|error_file)\s+:|^\s*[=-]{10,}\s*$")
+
+
+@dataclass(slots=True)
+class Form:
+    """Places are offsets in the line. ``quiet``: nothing in such a line is a fact, it only counts as spoken."""
+
+    said: int = 0
+    rank: Span | None = None
+    host: Span | None = None
+    process: tuple[Span, Span] | None = None
+    timed: bool = False
+    elastic: bool = False
+    event_span: bool = False
+    traceback: bool = False
+    exception: bool = False
+    step: Span | None = None
+    layout: line_metrics.Layout | None = None
+    sentences: tuple[patterns.Pattern, ...] = ()
+    escaped: bool = False
+    quiet: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """No question to ask of such a line."""
+        return not (
+            self.elastic or self.event_span or self.traceback or self.exception or self.layout or self.sentences
+            or self.host or self.process
+        )  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """Without terminal colours."""
+    return _ANSI.sub("", text)
+
+
+def form_of(text: str) -> Form:
+    """Work out the form of one line (any line of the form will do)."""
+    form = Form()
+    if "\x1b" in text:
+        form.escaped = True
+        return form
+    if not text.strip():
+        form.quiet = True
+        return form
+    _speaker(form, text)
+    form.timed = bool(TIME.search(text[:200]) or GLOG.search(text[:200]))
+    said = text[form.said :]
+    form.elastic = bool(
+        ELASTIC_START.search(said) or ELASTIC_OTHER.match(said) or any(p.match(said) for p in ELASTIC.values())
+    )
+    form.event_span = EVENT_SPAN.search(said) is not None
+    form.traceback = said.startswith("Traceback (most recent call last)")
+    form.exception = EXCEPTION.match(said.strip()) is not None
+    found = STEP.search(said)
+    form.step = found.span(1) if found else None
+    form.layout = line_metrics.layout_of(said)
+    form.sentences = patterns.candidates(_zeros(said[:LINE_CHARS_MAX]))
+    form.quiet = form.silent
+    return form
+
+
+_ZEROS = str.maketrans("123456789", "000000000")
+
+
+def _zeros(text: str) -> str:
+    return text.translate(_ZEROS)
+
+
+def _speaker(form: Form, text: str) -> None:
+    """Who speaks: a prefix, NCCL's host and process, a host, a rank somewhere in the line."""
+    for prefix in _PREFIXES:
+        found = prefix.match(text)
+        if found:
+            form.rank, form.said = found.span("rank"), found.end()
+            return
+    nccl = NCCL.match(text)
+    if nccl:
+        form.host, form.process = nccl.span("host"), (nccl.span("host"), nccl.span("pid"))
+        return
+    kernel = _SYSLOG.search(text[:120]) if " kernel:" in text[:140] else None
+    host = _HOST_PREFIX.match(text)
+    if kernel:
+        form.host = kernel.span("host")
+    elif host:
+        form.host, form.said = host.span("host"), host.end()
+    if "ank" in text or "RANK" in text:
+        for inline in _INLINE:
+            found = inline.search(text[:2_000])
+            if found:
+                form.rank = found.span("rank")
+                return
