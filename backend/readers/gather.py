@@ -51,12 +51,7 @@ class Gather:
         **attributes: AttributeValue,
     ) -> None:
         """Add one fact; a rank named here counts as seen. ``extra``: attributes whose names are not known here."""
-        if len(self.events) >= EVENTS_MAX:
-            self.dropped += 1
-            return
-        if rank != NO_RANK:
-            self.ranks.add(rank)
-        self.events.append(
+        self.add(
             FactEvent(
                 name=name,
                 rank=rank,
@@ -68,6 +63,15 @@ class Gather:
                 ref=ref,
             )
         )
+
+    def add(self, fact: FactEvent) -> None:
+        """Add one fact; past ``EVENTS_MAX`` it is only counted."""
+        if len(self.events) >= EVENTS_MAX:
+            self.dropped += 1
+            return
+        if fact.rank != NO_RANK:
+            self.ranks.add(fact.rank)
+        self.events.append(fact)
 
     def sample(self, name: str, step: int, rank: int, value: float) -> None:
         """Add one point of a series of the closed vocabulary. ``rank`` -1: a job-wide value."""

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from lanterne import limits
 from lanterne.backend.readers import forms, line_metrics, patterns
@@ -18,6 +17,7 @@ from lanterne.backend.readers.forms import Form
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.metrics import parse_object
 from lanterne.backend.readers.source import Source, masked_lines
+from lanterne.causal.facts import FactEvent
 from lanterne.nouns import NO_RANK, NO_STEP
 
 FIRST_MAX, LAST_MAX = 400, 40
@@ -32,7 +32,7 @@ class _Speaker:
     last: tuple[int, bytes, bytes] = (0, b"", b"")  # number, line, the line that last had a time
     step: int = NO_STEP
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    later: dict[str, deque[dict[str, Any]]] = field(default_factory=dict)
+    later: dict[str, deque[FactEvent]] = field(default_factory=dict)
 
 
 class TextReader:
@@ -118,9 +118,9 @@ class TextReader:
     def _close_speakers(self) -> None:
         """The last facts of chatty sentences, and each rank's last line."""
         for speaker in self.speakers.values():
-            for event in speaker.later.values():
-                for fact in event:
-                    self.gather.event(**fact)
+            for facts in speaker.later.values():
+                for fact in facts:
+                    self.gather.add(fact)
         if not (self.found or self.table.found or self.source.rank != NO_RANK):
             return
         for rank, speaker in self.speakers.items():
@@ -272,18 +272,18 @@ class TextReader:
         speaker.counts[event] += 1
         self.found += 1
         plain = {k: v for k, v in attributes.items() if isinstance(v, (str, int, float, bool)) and k not in _RESERVED}
-        fact = {
-            "name": f"log.{event}",
-            "rank": rank,
-            "step": step,
-            "at_ns": self._now(),
-            "host": self.host,
-            "body": said.strip()[:1000],
-            "ref": ref,
-            "extra": plain,
-        }
+        fact = FactEvent(
+            name=f"log.{event}",
+            rank=rank,
+            step=step,
+            job_ns=self._now(),
+            host=self.host,
+            attributes=plain,
+            body=said.strip()[:1000],
+            ref=ref,
+        )
         if speaker.counts[event] <= FIRST_MAX:
-            self.gather.event(**fact)
+            self.gather.add(fact)
         else:
             speaker.later.setdefault(event, deque(maxlen=LAST_MAX)).append(fact)
 
