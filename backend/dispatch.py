@@ -1,7 +1,8 @@
 """Orders on their way: written signed into the control store, followed by the ``command`` events of the ranks.
 
 A command is ``applied`` when every rank that it concerns said so; one rank that failed makes it ``refused``
-(and the policy has it taken back on the others). States move only forward.
+(and the policy has it taken back on the others). A launcher's command is applied when one launcher said so; its
+events carry rank -1. States move only forward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lanterne.backend.store.events import EventStore
 from lanterne.backend.store.records import CommandRecord
 from lanterne.causal.facts import FactEvent
 from lanterne.errors import LanterneError
-from lanterne.nouns import EventName
+from lanterne.nouns import NO_RANK, EventName
 
 log = logging.getLogger(__name__)
 MOVING = ("proposed", "pending", "sent", "committed")
@@ -55,12 +56,32 @@ def _by_command(events: Iterable[FactEvent]) -> dict[str, list[FactEvent]]:
 def _result(event: FactEvent) -> dict[str, Any]:
     keep = ("phase", "before", "after", "detail")
     plain = {k: event.attributes[k] for k in keep if k in event.attributes}
-    return {"rank": event.rank, "step": event.attributes.get("step", event.step), **plain}
+    at = {"at_ns": event.job_ns} if event.job_ns else {}
+    return {"rank": event.rank, "step": event.attributes.get("step", event.step), **at, **plain}
 
 
 def concerned(command: CommandRecord, world: int) -> set[int]:
     """The ranks that must say that they applied it."""
     return set(range(max(world, 1))) if command.ranks == "all" else set(command.ranks)
+
+
+def of_launcher(command: CommandRecord) -> bool:
+    """Is it carried out by ``lanterne run`` around the trainer?"""
+    return orders.ACTIONS[command.action].where == "launcher"
+
+
+def told_ns(command: CommandRecord, phase: str) -> int:
+    """When a phase of the command was first said, on the sender's clock (Unix ns); 0 before."""
+    return min((int(r["at_ns"]) for r in command.results if r.get("phase") == phase and r.get("at_ns")), default=0)
+
+
+def ended_ns(control: ControlStore, job: str, attempt: int) -> int:
+    """When a launcher began to end this attempt by order (Unix ns); 0 when none did.
+
+    What its ranks did afterwards is the order's doing and says nothing about the trouble.
+    """
+    found = [told_ns(c, "committed") for c in control.commands(job, attempt=attempt) if of_launcher(c)]
+    return min((at for at in found if at), default=0)
 
 
 def applied_step(command: CommandRecord) -> int | None:
@@ -97,8 +118,9 @@ def _ranks_that(said: Iterable[FactEvent], phase: str) -> set[int]:
 
 
 def _move(control: ControlStore, command: CommandRecord, world: int, said: Sequence[FactEvent]) -> bool:
-    everybody = concerned(command, world)
-    final = [e for e in said if e.rank == 0 and e.attributes.get("phase") == "refused"]
+    everybody = {NO_RANK} if of_launcher(command) else concerned(command, world)
+    speaker = NO_RANK if of_launcher(command) else 0
+    final = [e for e in said if e.rank == speaker and e.attributes.get("phase") == "refused"]
     if everybody <= _ranks_that(said, "undone"):
         return _set(control, command, "undone", ("applied", "refused"), "")
     if failed := _ranks_that(said, "failed"):
@@ -173,9 +195,13 @@ class Tracker:
                 keys, self._dirty = self._dirty, set()
             for job, attempt in sorted(keys):
                 try:
-                    track(self.control, job, self._world(job, attempt), self.events(job, attempt))
+                    self.follow(job, attempt)
                 except LanterneError as error:
                     log.warning("dispatch: job %s attempt %d: %s", job, attempt, error)
+
+    def follow(self, job: str, attempt: int) -> None:
+        """Move the states of an attempt's commands by all that was said about them so far."""
+        track(self.control, job, self._world(job, attempt), self.events(job, attempt))
 
     def _world(self, job: str, attempt: int) -> int:
         found = self.control.job(job)

@@ -52,6 +52,8 @@ FOLLOW_STEPS = 3
 QUIET_STEPS: Mapping[str, int] = {"timing": 60, "numerics": 200, "memory": 200, "storage": 200, "replicas": 200}
 """Steps without a sign after which an incident counts as over; liveness ends when the job moves on."""
 STOPPED = frozenset({"crash", "out_of_memory"})
+SETTLE_STEPS = 60
+"""How long after a verified remedy an old sign may still show: a window of 50 steps remembers the trouble."""
 CONFIRM = 3
 """Evaluations in a row that must miss an incident before it is dismissed as not confirmed."""
 FOLDED = "folded"
@@ -177,14 +179,30 @@ def join(facts: Facts, anomalies: Sequence[Anomaly], known: Sequence[Case] = (),
     again: dict[str, list[Anomaly]] = {}
     for members in sorted(group(anomalies), key=lambda g: min(a.first_step for a in g)):
         match = next((c for c in left if _same(c, members)), None)
-        if match is None:
-            cases.append(_opened(facts, members, now_ns))
-        else:
-            again.setdefault(match.incident.id, []).extend(members)
+        later = [] if match is None else _after_remedy(facts, match, members)
+        if match is None or later:
+            cases.append(_opened(facts, later or members, now_ns))
+        if match is not None:
+            again.setdefault(match.incident.id, []).extend(a for a in members if a not in later)
     for case in left:
         seen = again.get(case.incident.id)
         cases.append(_renewed(facts, case, seen, now_ns) if seen else _unseen(facts, case, now_ns))
     return cases
+
+
+def _remedied_step(facts: Facts, case: Case) -> int | None:
+    """The step at which a remedy of this case was verified; None for a case that no verified remedy ended."""
+    ledger = case.incident.ledger
+    if case.incident.status is not IncidentStatus.RESOLVED or not ledger.get("acted") or not len(facts.steps):
+        return None
+    at = datetime.fromisoformat(ledger["verified"]).timestamp() * 1e9 if ledger.get("verified") else facts.now_ns
+    return int(facts.steps[max(int(np.searchsorted(facts.step_start_ns, at)) - 1, 0)])
+
+
+def _after_remedy(facts: Facts, case: Case, members: Sequence[Anomaly]) -> list[Anomaly]:
+    """Signs that began after the case was mended and verified: the trouble is back, which is another incident."""
+    step = _remedied_step(facts, case)
+    return [] if step is None else [a for a in members if a.first_step > step + GAP_STEPS]
 
 
 def fold(case: Case, into: Case) -> Case:
@@ -267,7 +285,9 @@ def _renewed(facts: Facts, case: Case, members: Sequence[Anomaly], now_ns: int) 
     worse = min(was.severity, top.severity)
     status = was.status
     unconfirmed = status is IncidentStatus.DISMISSED and case.missed >= CONFIRM  # not by a person: seen again after all
-    if unconfirmed or (status is IncidentStatus.RESOLVED and not _over(facts, members)):
+    mended = _remedied_step(facts, case)
+    lasting = not _over(facts, members) if mended is None else any(a.last_step > mended + SETTLE_STEPS for a in members)
+    if unconfirmed or (status is IncidentStatus.RESOLVED and lasting):
         status = IncidentStatus.DIAGNOSED if was.causes else IncidentStatus.OPEN
     return _aged(
         facts,

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lanterne.backend import dispatch
 from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
-from lanterne.backend.align.facts import assemble, build_facts, read_window
+from lanterne.backend.align.facts import assemble, read_window
+from lanterne.backend.align.frame import Frame
 from lanterne.backend.incidents import FOLDED, Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
-from lanterne.backend.policy import Door
+from lanterne.backend.policy import Door, defaults
 from lanterne.backend.store.batch import Batch
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
@@ -119,6 +121,7 @@ class LiveRunner:
             self._wake.set()
 
     def _run(self) -> None:
+        defaults()  # read now: the first incident should not wait for it
         while not self._stop.is_set():
             self._wake.wait(IDLE_CHECK_S)
             if self._stop.is_set():
@@ -130,7 +133,7 @@ class LiveRunner:
             except Exception:  # one bad job must not end the watch over the others
                 log.exception("pipeline: an evaluation failed")
             took_s = (self.clock.monotonic_ns() - began) / 1e9
-            self._stop.wait(max(PERIOD_S, REST_FACTOR * took_s))
+            self._stop.wait(max(PERIOD_S, 0.0 if self._remedied() else REST_FACTOR * took_s))
 
     def run_once(self) -> int:
         """Evaluate every attempt with new data, and those that went quiet with an open end; returns how many."""
@@ -151,6 +154,11 @@ class LiveRunner:
                     self._dirty.add(key)
         return len(keys)
 
+    def _remedied(self) -> bool:
+        """Is a remedy under way? Then somebody waits for its outcome."""
+        under_way = (IncidentStatus.ACTING, IncidentStatus.VERIFYING)
+        return any(case.incident.status in under_way for watched in self._watched.values() for case in watched.cases)
+
     # --- one evaluation ---
 
     def evaluate(self, job: str, attempt: int) -> Judgement:
@@ -161,8 +169,9 @@ class LiveRunner:
             watched = self._watched[key] = _Watched(cases=known_cases(self.control, job, attempt))
         now = self.clock.unix_ns()
         frame = read_window(self.store, job, attempt, LIVE_STEPS)
+        frame, seen_ns = _until_ended(self.control, frame, now)
         expected = _world_size(self.control, job, attempt)
-        facts, clocks = assemble(frame, now_ns=now, ranks_expected=expected, sources=("live",))
+        facts, clocks = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
         judgement = evaluate(facts, watched.cases, now_ns=now)
         settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
         watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
@@ -254,9 +263,23 @@ def _merged(case: Case, current: IncidentRecord | None) -> Case:
         return case
     stored, mine = current.incident, case.incident
     ledger = {**mine.ledger, **stored.ledger}
-    theirs = stored.status in (IncidentStatus.ACTING, IncidentStatus.VERIFYING, IncidentStatus.DISMISSED)
-    status = stored.status if theirs or (not case.open and stored.status == mine.status) else mine.status
-    return replace(case, incident=replace(mine, ledger=ledger, status=status))
+    remedied = (IncidentStatus.ACTING, IncidentStatus.VERIFYING)
+    theirs = stored.status in (*remedied, IncidentStatus.DISMISSED) or mine.status in remedied
+    status = stored.status if theirs else mine.status
+    if status is not IncidentStatus.RESOLVED:
+        ledger.pop("verified", None)
+    causes = mine.causes
+    if "decided" in ledger and causes and stored.causes and stored.causes[0].category is causes[0].category:
+        causes = (replace(causes[0], remedy=stored.causes[0].remedy), *causes[1:])  # what was decided stands
+    return replace(case, incident=replace(mine, ledger=ledger, status=status, causes=causes))
+
+
+def _until_ended(control: ControlStore, frame: Frame, now_ns: int) -> tuple[Frame, int]:
+    """The frame and the time at which to judge it: an attempt that was ended by order is judged as it was then."""
+    ended_ns = dispatch.ended_ns(control, frame.job, frame.attempt)
+    if not ended_ns:
+        return frame, now_ns
+    return replace(frame, logs=[log for log in frame.logs if log.time_ns <= ended_ns]), min(now_ns, ended_ns)
 
 
 def known_cases(control: ControlStore, job: str, attempt: int) -> list[Case]:
@@ -304,13 +327,25 @@ def report(
         raise LanterneError(f"job {job!r} is not known; see GET /api/v1/jobs")
     chosen = newest.attempt if attempt is None else attempt
     now = (clock or SystemClock()).unix_ns()
-    facts = build_facts(store, job, chosen, WHOLE_STEPS, now_ns=now, ranks_expected=_world_size(control, job, chosen))
+    frame, seen_ns = _until_ended(control, read_window(store, job, chosen, WHOLE_STEPS), now)
+    expected = _world_size(control, job, chosen)
+    facts, _ = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
     known = known_cases(control, job, chosen)
     judgement = evaluate(facts, known, now_ns=now)
     stored = {record.incident.id: record for record in control.incidents(job, attempt=chosen)}
     cases = [_merged(case, stored.get(case.incident.id)) for case in judgement.cases]
     first = int(facts.steps[0]) if len(facts.steps) else 0
-    return report_of(facts, [case for case in cases if _stands(case, first)])
+    return report_of(facts, [*_led_here(control, job, chosen), *(case for case in cases if _stands(case, first))])
+
+
+def _led_here(control: ControlStore, job: str, attempt: int) -> list[Case]:
+    """Incidents of earlier attempts about which something was done: without them nobody knows why there is a next."""
+    return [
+        case
+        for earlier in {r.attempt for r in control.incidents(job) if r.attempt < attempt}
+        for case in known_cases(control, job, earlier)
+        if "acted" in case.incident.ledger and shown(case)
+    ]
 
 
 def _stands(case: Case, first_step: int) -> bool:

@@ -47,7 +47,7 @@ class Actions:
 
     def __init__(self, host: Host, agent: CommandAgent) -> None:
         self.host, self.agent = host, agent
-        self.snapshots = Snapshots(host)
+        self.snapshots = Snapshots(host, keep=host.settings.snapshot_keep)
         self._effects: dict[str, Effect] = {}
         self._handles: list[Any] = []
         self._resume = threading.Event()

@@ -315,7 +315,7 @@ class CommandAgent:
             except ValueError:
                 self.say("", "refused", detail=f"a line of the inbox is not JSON: {line[:80]!r}")
                 continue
-            if isinstance(order, dict):
+            if isinstance(order, dict) and not _of_launcher(order):
                 self.say(str(order.get("id", "")), "received", action=str(order.get("action", "")))
                 signed = (*orders.FIELDS, "signature")  # what else the backend tells about it is not signed
                 self.waiting.append({key: order[key] for key in signed if key in order})
@@ -385,6 +385,12 @@ class _LocalStore:
             if self._values.get(key, b"") == expected.encode():
                 self._values[key] = desired.encode()
             return self._values[key]
+
+
+def _of_launcher(order: Mapping[str, Any]) -> bool:
+    """Orders of the same queue that ``lanterne run`` takes; they say nothing here."""
+    known = orders.ACTIONS.get(str(order.get("action")))
+    return known is not None and known.where == "launcher"
 
 
 def _text(value: Any) -> str:

@@ -21,6 +21,8 @@ _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI
 _WORLD_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _RUN = ("LANTERNE_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _ATTEMPT = ("LANTERNE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+ATTEMPT_BASE = "LANTERNE_ATTEMPT_BASE"
+"""Set by ``lanterne run`` when it starts the command again: added to what the launcher below counts itself."""
 _MEANINGLESS = frozenset({"", "none", "null", "0"})
 """Run ids that launchers put when nobody named the run: two runs would share them."""
 
@@ -32,6 +34,11 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
     text = _first(environ, names)
     return int(text) if text.isdigit() else default
+
+
+def own_attempt(environ: Mapping[str, str], *, elastic: bool) -> int:
+    """The attempt that a freshly started command counts for itself; torchrun (``elastic``) counts from 0."""
+    return _number(environ, _ATTEMPT[:1] if elastic else _ATTEMPT, 0)
 
 
 def clean_id(text: str) -> str:
@@ -92,7 +99,7 @@ def identity_from_environment(
     service = environ.get("OTEL_SERVICE_NAME", "")
     return Identity(
         job=clean_id(job) if job else named_job(environ) or invented_job(),
-        attempt=_number(environ, _ATTEMPT, 0),
+        attempt=_number(environ, _ATTEMPT, 0) + _number(environ, (ATTEMPT_BASE,), 0),
         rank=_number(environ, _RANK, 0),
         local_rank=_number(environ, _LOCAL_RANK, 0),
         world_size=_number(environ, _WORLD_SIZE, 1),

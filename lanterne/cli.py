@@ -53,11 +53,13 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 1234,
     port: Annotated[int, typer.Option(help="Port of page and API; 0 = any free one.")] = 0,
     data: Annotated[str, typer.Option(help="Keep the store in this folder (default: a temporary one).")] = "",
-    policy: Annotated[str, typer.Option(help="Ceiling: observe, suggest, approve or auto.")] = "auto",
+    policy: Annotated[str, typer.Option(help="Ceiling: observe, suggest, approve or auto (mend it).")] = "",
     leave: Annotated[bool, typer.Option("--exit", help="Leave after the verdict instead of serving on.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a real 4-rank training job with a real fault in it and print the verdict.
+
+    With `--policy auto` the run goes on until a remedy is verified, through a restart if need be.
 
     Example: `lanterne demo --fault slow-rank --rank 2 --exit --json`
     """

@@ -37,8 +37,12 @@ SETTLE_S = 2.0
 TAP_BUILD_S = 300
 POLL_S = 0.25
 STEPS, STEPS_WITH_REMEDY = 200, 500
-REMEDIED = frozenset({"lr-jump"})
-"""Faults that a default policy mends by itself: the run goes on until the remedy is verified."""
+RESTARTED = frozenset({"hang", "crash", "oom"})
+"""Faults that stop the job: what mends them is the next attempt."""
+REMEDIED = frozenset({"lr-jump", "bad-batch", "nan", "overflow", "gc", "replica-divergence"}) | RESTARTED
+"""Faults that a default policy mends by itself under ``--policy auto``: the run ends when that is verified."""
+SNAPSHOT_EVERY, SNAPSHOT_KEEP = 20, 4
+"""Steps between the snapshots that ``rollback`` goes back to, where a remedy is wanted."""
 STOPPING = frozenset({"hang"})
 """Faults after which the job never ends by itself: the demo ends it once the verdict is there."""
 
@@ -47,7 +51,8 @@ STOPPING = frozenset({"hang"})
 class DemoOptions:
     """What the command line asks for. ``onset`` is the first faulty step; ``policy`` the server's ceiling.
 
-    ``steps`` 0 takes :data:`STEPS`, or more where a remedy needs time to be verified.
+    ``steps`` 0 takes :data:`STEPS`, or more where a remedy needs time to be verified. Without ``policy`` nothing is
+    restarted (``suggest``) where the fault stops the job, and the ceiling is ``auto`` elsewhere.
     """
 
     fault: str = "none"
@@ -58,7 +63,7 @@ class DemoOptions:
     seed: int = 1234
     port: int = 0
     data: str = ""
-    policy: str = "auto"
+    policy: str = ""
     keep: bool = False
 
     def __post_init__(self) -> None:
@@ -74,7 +79,16 @@ class DemoOptions:
     @property
     def length(self) -> int:
         """Steps of the run."""
-        return self.steps or (STEPS_WITH_REMEDY if self.fault in REMEDIED else STEPS)
+        return self.steps or (STEPS_WITH_REMEDY if self.mends or self.fault == "lr-jump" else STEPS)
+
+    @property
+    def ceiling(self) -> str:
+        return self.policy or ("suggest" if self.fault in RESTARTED else "auto")
+
+    @property
+    def mends(self) -> bool:
+        """Is a remedy wanted, and is there one for this fault?"""
+        return self.policy == "auto" and self.fault in REMEDIED
 
 
 @dataclass
@@ -119,7 +133,7 @@ class Demo:
             port=self.options.port or _free_port(),
             grpc_port=0,
             data=self.options.data or str(self.folder / "data"),
-            policy=self.options.policy,
+            policy=self.options.ceiling,
         )
         server = EmbeddedServer(settings)
         try:
@@ -143,8 +157,10 @@ class Demo:
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
+        snapshots = {"LANTERNE_SNAPSHOT_EVERY": str(SNAPSHOT_EVERY), "LANTERNE_SNAPSHOT_KEEP": str(SNAPSHOT_KEEP)}
         return {
             **os.environ,
+            **(snapshots if self.options.mends else {}),
             "OMP_NUM_THREADS": "1",
             "LANTERNE_ENDPOINT": self.base,
             "LANTERNE_JOB": self.job,
@@ -178,9 +194,11 @@ class Demo:
             if step != last_step:
                 last_step, last_move = step, time.monotonic()
                 show(step + 1)
-            if self.options.fault in STOPPING and self._diagnosed():
+            if self.options.mends and self._mended():
                 return self._final(wait_for_end=False)
-            patience = HANG_WAIT_S + 20 if last_step >= 0 else START_WAIT_S
+            if self.options.fault in STOPPING and not self.options.mends and self._diagnosed():
+                return self._final(wait_for_end=False)
+            patience = HANG_WAIT_S + 20 if last_step >= 0 and not self.options.mends else START_WAIT_S
             hung_since = last_move if time.monotonic() - last_move > patience else None
             if hung_since is not None:
                 break
@@ -208,6 +226,11 @@ class Demo:
     def _diagnosed(self) -> bool:
         incidents = (self._get(f"/api/v1/jobs/{self.job}/incidents") or {}).get("items", [])
         return any(i.get("causes") for i in incidents)
+
+    def _mended(self) -> bool:
+        """Is some remedy over, one way or the other? Then the rest of the run shows nothing more."""
+        incidents = (self._get(f"/api/v1/jobs/{self.job}/incidents") or {}).get("items", [])
+        return any("acted" in i["ledger"] and i["status"] in {"resolved", "dismissed"} for i in incidents)
 
     def _final(self, *, wait_for_end: bool) -> dict[str, Any]:
         """The report once it stands still: the last events are in and the verdict no longer changes."""

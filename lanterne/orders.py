@@ -153,7 +153,19 @@ ACTIONS: Mapping[str, Action] = {
         parameters={"of": Parameter(kind=str, says="id of that order")},
         numerics=True,
     ),
-    "restart": Action(says="stop all ranks and start the next attempt", where="launcher"),
+    "restart": Action(
+        says="stop all ranks and start the next attempt",
+        parameters={
+            "nccl_algo": Parameter(kind=str, required=False, choices=("Ring", "Tree"), says="NCCL_ALGO from then on"),
+            "nccl_interface": Parameter(kind=str, required=False, says="NCCL_SOCKET_IFNAME from then on"),
+            "nccl_ib_timeout": _number(1, 31, "NCCL_IB_TIMEOUT from then on", required=False, kind=int),
+            "heartbeat_timeout_s": _number(
+                10, 86_400, "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC from then on", required=False, kind=int
+            ),
+            "micro_batch": _number(1, 64, "parts a batch for guards.micro_batch", required=False, kind=int),
+        },
+        where="launcher",
+    ),
     "restart_without_node": Action(
         says="start the next attempt without one host",
         parameters={"host": Parameter(kind=str, says="host name")},

@@ -54,8 +54,12 @@ class CollectorSettings:
     """A hang is max(this, 8 x the p99 of the phase)."""
     commands: bool = True
     """Take signed commands from the backend."""
+    restarts: int = 2
+    """How often ``lanterne run`` may start the command again when the backend orders it; 0 = never."""
     snapshot_every: int = 0
     """Steps between snapshots of the training state in host memory, for the action ``rollback``; 0 = none."""
+    snapshot_keep: int = 3
+    """Snapshots held: ``rollback`` reaches back (keep - 1) x every steps at least."""
     command_key: str = ""
     """Public key (hex) that commands must be signed with; default: the one the backend hands out at first contact."""
 

@@ -65,7 +65,7 @@ def commands(
     cursor: Cursor = None,
 ) -> dict[str, Any]:
     """Commands, the newest first. With ``state=pending`` and ``attempt`` (the shipper's poll) the items are the
-    signed orders and nothing else, the oldest first."""
+    signed orders, the oldest first, beside them ``ceiling``: what the server's policies may do by themselves."""
     if not who.sees(job):
         raise Problem(404, f"there is no job {job}")
     before = decode_cursor(cursor, int, str)
@@ -73,7 +73,8 @@ def commands(
         job, attempt=attempt, state=state, before=(before[0], before[1]) if before else None, limit=limit + 1
     )
     if state == "pending" and attempt is not None:
-        return {"items": [c.wire for c in sorted(rows, key=lambda c: c.counter)], "next": None}
+        items = [c.wire for c in sorted(rows, key=lambda c: c.counter)]
+        return {"items": items, "next": None, "ceiling": context.settings.policy}
     return page(rows, limit, show_command, lambda c: encode_cursor(c.issued_ns, c.id))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from lanterne.backend.policy.book import stop
 from lanterne.backend.policy.decide import Decision, History, Order, decide
 from lanterne.backend.policy.model import Policy, body_of, parse, parse_text, read
-from lanterne.backend.policy.react import Door, defaults, policies, react, verify
+from lanterne.backend.policy.outcome import verify
+from lanterne.backend.policy.react import Door, defaults, policies, react
 from lanterne.backend.policy.replay import replay, replay_file
 
 __all__ = [

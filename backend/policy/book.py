@@ -18,7 +18,10 @@ TRIES_MAX = 2
 
 @dataclass
 class Book:
-    """``open``: actions not yet judged (plain data). ``outcomes``: incident -> open, verified, undone, refused."""
+    """``open``: actions not yet judged (plain data).
+
+    ``outcomes``: incident -> open, verified, done, undone, failed, refused, unjudged.
+    """
 
     job: str
     used: dict[str, list[int]] = field(default_factory=dict)
@@ -60,7 +63,7 @@ class Book:
         for entry in entries:
             self.open.remove(entry)
             self.outcomes[entry["incident"]] = outcome
-            if outcome == "undone":
+            if outcome in {"undone", "failed"}:
                 self.failed[entry["signature"]] = self.failed.get(entry["signature"], 0) + 1
 
 

@@ -21,8 +21,6 @@ from lanterne.causal.facts import Facts
 from lanterne.errors import CommandRefused, UsageError
 from lanterne.nouns import Incident
 
-RESTARTS = frozenset({"restart", "give_up", "stop"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:

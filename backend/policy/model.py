@@ -51,6 +51,8 @@ class Verify:
     reduce: str = "median"
     missing: float | None = None
     no_worse: Mapping[str, float] = field(default_factory=dict)
+    within_s: float = 900.0
+    """For launcher actions: how long the next attempt may take to get past step ``level`` (metric ``progress``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,9 @@ def _verify(where: str, raw: Any) -> Verify | None:
     if raw is None:
         return None
     body = _known(
-        where, raw, ("metric", "want", "by", "level", "settle", "within_steps", "reduce", "missing", "no_worse")
+        where,
+        raw,
+        ("metric", "want", "by", "level", "settle", "within_steps", "within_s", "reduce", "missing", "no_worse"),
     )
     level = body.get("level", 0.0)
     if isinstance(level, str):
@@ -170,6 +174,7 @@ def _verify(where: str, raw: Any) -> Verify | None:
         reduce=_word(where, body, "reduce", "median", REDUCTIONS),
         missing=None if body.get("missing") is None else _number(where, body, "missing", 0.0, -1e12, 1e12),
         no_worse={str(k): float(v) for k, v in no_worse.items()},
+        within_s=_number(where, body, "within_s", 900.0, 1.0, 1e6),
     )
 
 

@@ -1,9 +1,8 @@
-"""The two hooks of the live runner: ``react`` to an incident, ``verify`` what was done about earlier ones."""
+"""``react`` to an incident: decide, and act within the server's ceiling. ``Door`` is how the live runner calls it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
@@ -12,11 +11,11 @@ from typing import Any
 from lanterne import orders
 from lanterne.backend import dispatch
 from lanterne.backend.policy.book import Book
-from lanterne.backend.policy.decide import Decision, decide
-from lanterne.backend.policy.model import Policy, Verify, parse, parse_text
-from lanterne.backend.policy.view import since
+from lanterne.backend.policy.decide import Decision, Order, decide
+from lanterne.backend.policy.model import Policy, parse, parse_text
+from lanterne.backend.policy.outcome import failed_again, stamped, verify
 from lanterne.backend.store.control import ControlStore
-from lanterne.backend.store.records import CommandRecord, DecisionRecord, rfc3339
+from lanterne.backend.store.records import DecisionRecord, rfc3339
 from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.clock import Clock
 from lanterne.errors import CommandRefused, UsageError
@@ -51,11 +50,6 @@ def policies(control: ControlStore) -> list[Policy]:
                 control.audit("policy", "policy.unreadable", record.name, {"detail": str(error)})
     names = {record.name for record in stored}
     return found + [p for p in defaults() if p.name not in names]
-
-
-def _stamped(incident: Incident, status: IncidentStatus | None, **stamps: str) -> Incident:
-    ledger = {**incident.ledger, **{k: v for k, v in stamps.items() if v}}
-    return replace(incident, ledger=ledger, status=status or incident.status)
 
 
 class Door:
@@ -95,12 +89,13 @@ def react(
     ``store`` is not read. ``now_ns`` is the server's Unix time. Raises StoreUnavailable.
     """
     del store, diagnosis
-    if not incident.causes or incident.status in FINAL:
+    if not incident.causes or incident.status in FINAL or _left(control, job, attempt):
         return incident
     book = Book.load(control, job)
+    failed_again(control, incident, attempt, book)
     last = control.decisions(incident.id)[-1:]
     if any(entry["incident"] == incident.id for entry in book.open):
-        return incident
+        return incident  # it keeps the remedy that was decided
     chosen = decide(policies(control), job, attempt, incident, facts, book.history(), settings.policy, now_ns)
     if last and not _again(last[0], chosen, book.outcomes.get(incident.id, "")):
         return _with_remedy(incident, chosen)
@@ -120,14 +115,22 @@ def react(
         )
     status = IncidentStatus.ACTING if chosen.chose == "act" else None
     decided = "" if "decided" in incident.ledger else rfc3339(now_ns)
-    return _stamped(_with_remedy(incident, chosen), status, decided=decided)
+    return stamped(_with_remedy(incident, chosen), status, decided=decided)
+
+
+def _left(control: ControlStore, job: str, attempt: int) -> bool:
+    """Is there a newer attempt? What is over is not mended."""
+    found = control.job(job)
+    return found is not None and found.attempt is not None and found.attempt.attempt > attempt
 
 
 def _again(last: DecisionRecord, chosen: Decision, outcome: str) -> bool:
     """Is there something new to decide?"""
     if last.body.get("signature") != chosen.signature:
         return True
-    return last.chose in {"hold", "none"} or (last.chose in {"act", "propose"} and outcome in {"undone", "refused"})
+    return last.chose in {"hold", "none"} or (
+        last.chose in {"act", "propose"} and outcome in {"undone", "failed", "refused"}
+    )
 
 
 def _differs(last: DecisionRecord, chosen: Decision) -> bool:
@@ -142,6 +145,8 @@ def _with_remedy(incident: Incident, chosen: Decision) -> Incident:
     first = chosen.orders[0]
     cause = incident.causes[0]
     says = cause.remedy.says or chosen.why
+    if chosen.chose == "hold" and chosen.why.startswith("breaker") and chosen.why not in says:
+        says = f"{says} {chosen.why[0].upper()}{chosen.why[1:]}; left to a person."
     remedy = Remedy(action=first.action, says=says, parameters=dict(first.parameters))
     return replace(incident, causes=(replace(cause, remedy=remedy), *incident.causes[1:]))
 
@@ -150,29 +155,17 @@ def _issue(
     control: ControlStore, job: str, attempt: int, incident: Incident, chosen: Decision, book: Book, now_ns: int
 ) -> Decision:
     policy = next(p for p in policies(control) if p.name == chosen.policy)
-    number = book.tries.get(chosen.signature, 0)
-    made: list[CommandRecord] = []
+    key = f"{incident.id}/{attempt}/{chosen.signature}/{book.tries.get(chosen.signature, 0)}"
+    first, then = _in_turn(chosen.orders)
+    made: list[str] = []
     try:
-        for place, order in enumerate(chosen.orders):
-            key = f"{incident.id}/{attempt}/{chosen.signature}/{number}/{place}"
-            ranks = order.ranks if isinstance(order.ranks, str) else list(order.ranks)
-            made.append(
-                dispatch.issue(
-                    control,
-                    job,
-                    attempt,
-                    order.action,
-                    order.parameters,
-                    ranks=ranks,
-                    propose=chosen.chose == "propose",
-                    reason=chosen.why,
-                    incident=incident.id,
-                    policy=chosen.policy,
-                    author=f"policy:{chosen.policy}",
-                    expires_s=policy.expires_s,
-                    key=key,
-                )
-            )
+        for place, order in enumerate(first):
+            command = dispatch.issue(
+                control, job, attempt, order.action, order.parameters, ranks=_ranks(order),
+                propose=chosen.chose == "propose", reason=chosen.why, incident=incident.id, policy=chosen.policy,
+                author=f"policy:{chosen.policy}", expires_s=policy.expires_s, key=f"{key}/{place}",
+            )  # fmt: skip
+            made.append(command.id)
     except CommandRefused as error:
         return replace(chosen, chose="hold", why=str(error))
     book.acted(chosen.policy, chosen.signature, now_ns)
@@ -180,10 +173,17 @@ def _issue(
     book.open.append(
         {
             "signature": chosen.signature,
+            "category": str(incident.causes[0].category),
             "incident": incident.id,
+            "job": job,
             "attempt": attempt,
             "policy": chosen.policy,
-            "commands": [c.id for c in made],
+            "commands": made,
+            "then": [{"action": o.action, "parameters": dict(o.parameters), "ranks": _ranks(o)} for o in then],
+            "key": key,
+            "why": chosen.why,
+            "propose": chosen.chose == "propose",
+            "expires_s": policy.expires_s,
             "decided_ns": now_ns,
             "before": dict(chosen.before),
             "level": chosen.level,
@@ -195,119 +195,11 @@ def _issue(
     return chosen
 
 
-# --- verify --------------------------------------------------------------------------------------
+def _in_turn(found: Sequence[Order]) -> tuple[Sequence[Order], Sequence[Order]]:
+    """What is ordered at once, and what follows when that is settled: a restart must not outrun its snapshot."""
+    at = next((i for i, order in enumerate(found) if orders.ACTIONS[order.action].where == "launcher"), len(found))
+    return found[: at or 1], found[at or 1 :]
 
 
-def verify(control: ControlStore, store: Any, facts: Facts, now_ns: int) -> list[Incident]:
-    """Follow the orders of this job and judge those that were applied; call it once a turn, before ``react``.
-
-    Reads the ``command`` events in ``facts.events``. Moves command states, stamps ``acted`` (with the time of
-    the first rank's applied event) and ``verified``, sets the status to ``verifying``, ``resolved``, or back to
-    ``diagnosed`` when the action was taken back or refused. Returns the incidents that changed, already saved:
-    the runner must go on with these in place of its own copies. ``store`` is not read. Raises StoreUnavailable.
-    """
-    del store
-    dispatch.track(control, facts.job, facts.ranks_expected or len(facts.ranks), facts.events)
-    book = Book.load(control, facts.job)
-    changed: dict[str, Incident] = {}
-    for entry in list(book.open):
-        record = control.incident(entry["incident"])
-        if record is None:
-            book.close([entry], "refused")
-            continue
-        incident = _judge(control, facts, record.incident, entry, book, now_ns)
-        if incident != record.incident:
-            control.save_incident(record.job, record.attempt, incident)
-            changed[incident.id] = incident
-    book.save(control)
-    return list(changed.values())
-
-
-def _judge(
-    control: ControlStore, facts: Facts, incident: Incident, entry: dict[str, Any], book: Book, now_ns: int
-) -> Incident:
-    commands = [found for c in entry["commands"] if (found := control.command(c)) is not None]
-    states = {c.state for c in commands}
-    if states & {"refused", "expired", "cancelled"} or not commands:
-        told = "; ".join(f"{c.action} {c.state}: {c.reason}" for c in commands if c.state not in {"applied", "pending"})
-        _take_back(control, facts, commands, entry, f"not applied everywhere: {told}")
-        return _closed(control, incident, entry, book, "refused", f"not carried out: {told}")
-    if states & {"proposed", "pending", "sent", "committed"}:
-        return incident
-    step = max((s for c in commands if (s := dispatch.applied_step(c)) is not None), default=None)
-    if step is None:
-        return incident
-    acted = _applied_at(facts, entry, now_ns)
-    incident = _stamped(incident, IncidentStatus.VERIFYING, acted=incident.ledger.get("acted", "") or acted)
-    if facts.attempt != entry["attempt"]:
-        return _closed(control, incident, entry, book, "refused", "the attempt ended before it could be judged")
-    if entry["verify"] is None:
-        return _closed(control, incident, entry, book, "done", "carried out; nothing to verify")
-    rule = Verify(**entry["verify"])
-    met, says = met_by(rule, facts, step, entry["before"], entry["level"])
-    if met:
-        incident = _stamped(incident, None, verified=rfc3339(now_ns))
-        return _closed(control, incident, entry, book, "verified", says)
-    done = int((facts.steps > step).sum())
-    if facts.ended and done < rule.settle:
-        return _closed(control, incident, entry, book, "unjudged", f"the run ended {done} steps after the action")
-    if done >= rule.within_steps or facts.ended:
-        _take_back(control, facts, commands, entry, says)
-        return _closed(control, incident, entry, book, "undone", f"did not help in {done} steps: {says}")
-    return incident
-
-
-def _applied_at(facts: Facts, entry: Mapping[str, Any], now_ns: int) -> str:
-    """When the last of the orders was applied by its first rank, on the job clock."""
-    at = [
-        e.job_ns
-        for e in facts.events
-        if e.attributes.get("id") in entry["commands"] and e.attributes.get("phase") == "applied" and e.job_ns
-    ]
-    return rfc3339(min(at, default=now_ns))
-
-
-def _take_back(
-    control: ControlStore, facts: Facts, commands: list[CommandRecord], entry: Mapping[str, Any], why: str
-) -> None:
-    """Order the undo of whatever some rank applied, last first."""
-    for command in reversed(commands):
-        applied = any(r.get("phase") == "applied" for r in command.results)
-        if entry["undo"] and applied and orders.ACTIONS[command.action].undoable and facts.attempt == entry["attempt"]:
-            dispatch.issue(
-                control, facts.job, facts.attempt, "undo", {"of": command.id}, reason=why, incident=entry["incident"],
-                policy=entry["policy"], author=f"policy:{entry['policy']}", key=f"undo/{command.id}",
-            )  # fmt: skip
-
-
-def _closed(
-    control: ControlStore, incident: Incident, entry: dict[str, Any], book: Book, outcome: str, says: str
-) -> Incident:
-    book.close([entry], outcome)
-    control.add_note(incident.id, f"policy:{entry['policy']}", f"{outcome}: {says}"[:2000])
-    control.audit(f"policy:{entry['policy']}", f"remedy.{outcome}", incident.id, {"detail": says})
-    status = IncidentStatus.RESOLVED if outcome == "verified" else IncidentStatus.DIAGNOSED
-    return _stamped(incident, status)
-
-
-def met_by(rule: Verify, facts: Facts, step: int, before: Mapping[str, float], level: float | None) -> tuple[bool, str]:
-    """Did it help? ``step`` is where the action was applied. Returns the sentence with the numbers."""
-    if int((facts.steps > step).sum()) < rule.settle:
-        return False, f"fewer than {rule.settle} steps since step {step}"
-    now = since(facts, rule.metric, step, rule.settle, rule.reduce, rule.missing)
-    then = before.get(rule.metric, math.nan)
-    goal = {
-        "fall": (now <= rule.by * then, f"at most {rule.by:g} x {then:.4g}"),
-        "rise": (now >= rule.by * then, f"at least {rule.by:g} x {then:.4g}"),
-        "below": (now <= (level or 0.0), f"at most {level or 0.0:.4g}"),
-        "above": (now >= (level or 0.0), f"at least {level or 0.0:.4g}"),
-        "near": (abs(now - (level or 0.0)) <= rule.by * abs(level or 0.0), f"{level or 0.0:.4g} within {rule.by:.0%}"),
-    }[rule.want]
-    says = [f"{rule.metric} is {now:.4g}, wanted {goal[1]}"]
-    good = goal[0]
-    for name, factor in rule.no_worse.items():
-        value, bound = since(facts, name, step, rule.settle), factor * before.get(name, math.nan)
-        if not math.isnan(bound) and not value <= bound:
-            good = False
-            says.append(f"{name} is {value:.4g}, bound {bound:.4g}")
-    return good, "; ".join(says)
+def _ranks(order: Order) -> str | list[int]:
+    return order.ranks if isinstance(order.ranks, str) else list(order.ranks)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lanterne.causal.facts import Facts, FloatArray
-from lanterne.nouns import Cause, Incident
+from lanterne.nouns import Cause, EventName, Incident
 
 LAST_STEPS = 3
 BEFORE_STEPS = 30
@@ -70,7 +70,7 @@ def _series(facts: Facts, onset: int | None) -> dict[str, dict[str, float]]:
 
 
 def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, Any]:
-    """``job attempt world incident cause series lr step`` for :class:`Expression`."""
+    """``job attempt world step exited incident cause series lr`` for :class:`Expression`; ``exited`` counts ranks."""
     cause = incident.causes[0] if incident.causes else Cause(category="unknown")  # type: ignore[arg-type]
     onset = cause.since_step if cause.since_step is not None else incident.opened_step
     series = _series(facts, onset)
@@ -81,6 +81,7 @@ def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, 
         "attempt": attempt,
         "world": facts.ranks_expected or len(facts.ranks),
         "step": int(facts.steps[-1]) if len(facts.steps) else -1,
+        "exited": len({e.rank for e in facts.events if e.name == EventName.EXITED}),
         "incident": {"kind": incident.kind, "severity": str(incident.severity), "id": incident.id},
         "cause": {
             "category": str(cause.category),

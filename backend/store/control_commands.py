@@ -170,7 +170,9 @@ class Commands(Jobs):
         with self.reading() as session:
             found = list(session.scalars(select(CommandRow.id).where(*stale)))
         for command in found:
-            self.set_command_state(command, "expired", expected=("proposed", "pending", "sent"), reason="too old")
+            reason = "nobody carried it out in time"
+            if self.set_command_state(command, "expired", expected=("proposed", "pending", "sent"), reason=reason):
+                self.audit("server", "command.expired", command, {"detail": reason})
 
     def set_command_state(
         self, command: str, state: str, *, expected: Sequence[str] | None = None, reason: str | None = None

@@ -11,6 +11,7 @@ loss that is a mean over samples. With DistributedDataParallel wrap all but the 
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +22,14 @@ _active: weakref.ref[MicroBatch] | None = None
 
 
 class MicroBatch:
-    """The last one made is the one that orders reach. ``parts`` is 1 until an order raises it."""
+    """The last one made is the one that orders reach. ``parts`` is 1 until an order raises it.
 
-    def __init__(self, parts: int = 1) -> None:
+    An order that started this attempt (``restart`` with ``micro_batch``) has set ``LANTERNE_MICRO_BATCH`` already.
+    """
+
+    def __init__(self, parts: int | None = None) -> None:
         global _active
+        parts = int(os.environ.get("LANTERNE_MICRO_BATCH", "1")) if parts is None else parts
         if parts < 1:
             raise UsageError(f"parts: {parts} is below 1")
         self.parts = parts

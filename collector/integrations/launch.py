@@ -2,7 +2,10 @@
 
 The command runs as a child with two additions to its environment: the folder with our ``sitecustomize``
 on PYTHONPATH and the ``LANTERNE_*`` settings. Signals go through to it, its exit code comes back, and
-when it died of a signal so does the launcher. stderr is kept for the black box: by torchrun itself
+when it died of a signal so does the launcher. What the backend orders of a launcher (``launch_orders``) is
+carried out here: the command is ended and started again as the next attempt, or ended for good.
+
+stderr is kept for the black box: by torchrun itself
 (``--tee 2``) where the command is torchrun, by us otherwise.
 """
 
@@ -25,12 +28,14 @@ from typing import BinaryIO
 
 from lanterne import limits
 from lanterne.collector.integrations.auto import note_exit
+from lanterne.collector.integrations.launch_orders import Orders
 from lanterne.collector.shipper import is_running
 from lanterne.errors import UsageError
 from lanterne.settings import CollectorSettings, load
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _FROM_TERMINAL = frozenset({"SIGINT", "SIGQUIT", "SIGHUP"})
+_ENDING = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 _TEE_OPTIONS = ("-r", "--redirects", "-t", "--tee", "--log-dir", "--log_dir", "--logs-specs", "--logs_specs")
 _JOB_OPTIONS = ("--rdzv-id", "--rdzv_id")
 SHIPPER_PATIENCE_S = 5.0
@@ -101,9 +106,12 @@ class _Forwarder:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
+        self.told = False
+        """A person or the scheduler wants the end: nothing is started again."""
         self._old = {getattr(signal, n): signal.signal(getattr(signal, n), self._handle) for n in _FORWARDED}
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.told |= signal.Signals(number).name in _ENDING
         if self._process is None:
             self._early.append(number)
         elif not (signal.Signals(number).name in _FROM_TERMINAL and _in_foreground()):
@@ -162,9 +170,12 @@ def _stderr_is_file() -> bool:
         return False
 
 
-def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, *, tee: bool = True) -> int:
+def run(
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, *, tee: bool = True, orders: Orders | None = None
+) -> int:
     """Run the command to its end; returns Popen's return code (negative = signal).
 
+    With ``orders`` it is started again when the backend orders that, and the code is that of the last attempt.
     ``folder`` takes the exit notes and the stderr tail. Raises UsageError when the command cannot start.
     """
     piped = tee and not torchrun_at(command) and not _stderr_is_file()
@@ -173,19 +184,36 @@ def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, *, tee
         full["LANTERNE_STDERR"] = str(folder / "stderr")
     forwarder = _Forwarder()
     try:
-        process = subprocess.Popen(list(command), env=full, stderr=subprocess.PIPE if piped else None)
-    except OSError as error:
+        while True:
+            code = _attempt(command, full, folder, forwarder, piped=piped, orders=orders)
+            after = None if orders is None else orders.ended(code, lambda: forwarder.told)
+            if after is None:
+                return code
+            if after.attempt < 0:
+                return after.code
+            full |= after.environment
+            sys.stderr.write(f"lanterne: attempt {after.attempt} starts\n")
+    finally:
         forwarder.undo()
+
+
+def _attempt(
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, forwarder: _Forwarder,
+    *, piped: bool, orders: Orders | None,
+) -> int:  # fmt: skip
+    """Start the command once and wait for its end."""
+    try:
+        process = subprocess.Popen(list(command), env=environ, stderr=subprocess.PIPE if piped else None)
+    except OSError as error:
         raise UsageError(f"{command[0]}: cannot be started: {error.strerror}; check the name and PATH") from error
     forwarder.to(process)
+    if orders is not None:
+        orders.started(process)
     pump = None
     if process.stderr is not None:
         pump = threading.Thread(target=_tee, args=(process.stderr, folder / "stderr"), daemon=True)
         pump.start()
-    try:
-        code = process.wait()
-    finally:
-        forwarder.undo()
+    code = process.wait()
     note_exit(str(folder), process.pid, code)
     if pump is not None:
         pump.join(timeout=1.0)  # a grandchild may hold the pipe open; what it still writes is its own affair
@@ -234,10 +262,18 @@ def main(argv: list[str]) -> int:
     _clean_up()
     folder = Path(tempfile.mkdtemp(prefix=f"{_run_prefix()}{os.getpid()}-"))
     environ: Mapping[str, str] = os.environ
+    orders: Orders | None = None
     if not settings.disabled:
         environ = environment(settings, command, str(folder))
         command = with_tee(command, str(folder / "ranks"))
-    code = run(command, environ, folder, tee=not settings.disabled)
+        if settings.commands and settings.restarts > 0:
+            orders = Orders(settings, command, environ, folder, torchrun=torchrun_at(command) > 0)
+            orders.start()
+    try:
+        code = run(command, environ, folder, tee=not settings.disabled, orders=orders)
+    finally:
+        if orders is not None:
+            orders.close()
     if _wait_for_shippers(folder):
         shutil.rmtree(folder, ignore_errors=True)
     if code >= 0:

@@ -1,7 +1,8 @@
 """The training job of ``lanterne demo``: a small transformer, DDP over gloo, with the collector attached.
 
 It is an ordinary loop: the lines that concern Lanterne are ``attach``, ``session.steps``, ``session.log``
-and ``session.phase``. A fault (``inject.py``) is switched on in one rank's process from a given step on.
+and ``session.phase``. A fault (``inject.py``) is switched on in one rank's process from a given step on, in the
+first attempt only: a later one resumes from the newest whole checkpoint, in a world without the fault.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lanterne
+from lanterne.collector.identity import identity_from_environment
 from lanterne.collector.sim.inject import KINDS, Injector
 
 WIDTH, TOKENS, CLASSES, SAMPLES = 96, 24, 32, 4096
@@ -70,23 +74,47 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _save(session: lanterne.Session, fault: Injector, model: nn.Module, folder: Path, step: int) -> None:
+def _save(
+    session: lanterne.Session, fault: Injector, model: nn.Module, parts: dict[str, Any], folder: Path, step: int
+) -> None:
     """Each rank saves its shard, then all agree that the checkpoint is whole and read it back."""
     path = folder / f"step-{step}" / f"rank-{dist.get_rank()}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     with session.phase("checkpoint"):
         fault.while_saving(step)
-        torch.save({"step": step, "model": model.state_dict()}, path)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({"step": step, "model": model.state_dict(), **state}, path)
         fault.saved(step, path)
         dist.barrier()
+
+
+def _resume(folder: Path, model: nn.Module, parts: dict[str, Any]) -> int:
+    """Load the newest checkpoint that every rank can read; returns the step to go on with, 0 without one."""
+    mine: dict[int, dict[str, Any]] = {}
+    for path in folder.glob(f"step-*/rank-{dist.get_rank()}.pt"):
+        try:
+            mine[int(path.parent.name[len("step-") :])] = torch.load(path, weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+            continue
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, sorted(mine))
+    common = set.intersection(*map(set, everybody))
+    if not common:
+        return 0
+    state = mine[max(common)]
+    model.load_state_dict(state["model"])
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    return max(common) + 1
 
 
 def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
-    fault = Injector(arguments.fault, arguments.rank, arguments.onset, me=rank)
+    first = identity_from_environment().attempt == 0
+    fault = Injector(arguments.fault if first else "none", arguments.rank, arguments.onset, me=rank)
     torch.manual_seed(fault.seed(arguments.seed))
-    half = arguments.fault == "overflow"
+    half = fault.kind == "overflow"
     model = Model(fault)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
@@ -100,8 +128,11 @@ def train(arguments: argparse.Namespace) -> None:
     )
     loader = DataLoader(sampler.dataset, batch_size=batch, sampler=sampler, drop_last=True)
     fault.gradients(0, model)
-    session = lanterne.attach(ddp, optimizer, scheduler=scheduler, scaler=scaler if half else None, dataloader=loader)
-    step = 0
+    parts = {"optimizer": optimizer, "scheduler": scheduler}
+    step = 0 if first else _resume(arguments.checkpoints, model, parts)
+    session = lanterne.attach(
+        ddp, optimizer, scheduler=scheduler, scaler=scaler if half else None, dataloader=loader, start_step=step
+    )
     while step < arguments.steps:
         for x, y in session.steps(loader):
             model.step = step
@@ -119,7 +150,7 @@ def train(arguments: argparse.Namespace) -> None:
             if step % 10 == 9:
                 dist.all_reduce(torch.zeros(16 + fault.collective(step)))
             if step % arguments.checkpoint_every == arguments.checkpoint_every - 1:
-                _save(session, fault, model, arguments.checkpoints, step)
+                _save(session, fault, model, parts, arguments.checkpoints, step)
             step += 1
             if step >= arguments.steps:
                 break

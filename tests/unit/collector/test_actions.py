@@ -19,11 +19,13 @@ from lanterne.collector.guards.precision import Precision
 from lanterne.collector.guards.snapshots import Snapshots
 from lanterne.errors import CommandRefused
 from lanterne.nouns import Identity
+from lanterne.settings import CollectorSettings
 
 
 class Host:
     def __init__(self, folder: Path, *, scheduled: bool = False, scaled: bool = False) -> None:
         torch.manual_seed(1)
+        self.settings = CollectorSettings()
         self.folder, self.step, self.events = folder, 0, []  # type: ignore[var-annotated]
         self.model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
