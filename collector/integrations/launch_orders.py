@@ -173,8 +173,8 @@ class Orders:
             return False
         self.ceiling = str(found.get("ceiling", ""))
         for order in found["items"][:100]:
-            name = order.get("action") if isinstance(order, dict) else None
-            if name in orders.ACTIONS and orders.ACTIONS[name].where == "launcher":
+            known = orders.ACTIONS.get(str(order.get("action"))) if isinstance(order, dict) else None
+            if known is not None and known.where == "launcher":
                 self.take(order, session, attempt)
         return True
 

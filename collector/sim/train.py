@@ -98,7 +98,7 @@ def _resume(folder: Path, model: nn.Module, parts: dict[str, Any]) -> int:
             continue
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, sorted(mine))
-    common = set.intersection(*map(set, everybody))
+    common: set[int] = set.intersection(*map(set, everybody))
     if not common:
         return 0
     state = mine[max(common)]
