@@ -11,7 +11,7 @@ from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, no_up
 
 from lanterne.dashboard import parts
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.pages import control, fleet, incident, incidents, job, job_more, rank, step
+from lanterne.dashboard.pages import control, fleet, incident, incidents, job, job_more, rank, ranks, step
 from lanterne.dashboard.view import View, parse
 
 Answer = list[Any]
@@ -60,6 +60,8 @@ def _job_page(api: Api, name: str, at: tuple[str, ...], view: View, base: str) -
             return f"{name}, step {number}", step.page(api, name, int(number), view, now(), base)
         case ("ranks", number) if number.isdecimal():
             return f"{name}, rank {number}", rank.page(api, name, int(number), view, now(), base)
+        case ("ranks",):
+            return f"{name}, ranks", ranks.page(api, name, view, now(), base)
         case ("communication",):
             return f"{name}, communication", job_more.communication(api, name, view, now(), base)
         case ("sla",):
@@ -177,6 +179,19 @@ def _register_live_incidents(app: Dash, api: Api) -> None:
         if route(pathname) != ("incidents",):
             return no_update
         return await _shown(incidents.live(api, parse(search)))
+
+    @app.callback(
+        Output("all-ranks", "children"),
+        Input("tick", "data"),
+        Input("url", "search"),
+        State("url", "pathname"),
+        prevent_initial_call=True,
+    )
+    async def ranks_live(_tick: int, search: str | None, pathname: str | None) -> Any:
+        at = route(pathname)
+        if len(at) != 3 or at[0] != "jobs" or at[2] != "ranks":
+            return no_update
+        return await _shown(ranks.live(api, at[1], parse(search), now()))
 
 
 def _fresh(body: Answer, told: Any) -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ from dash import ALL, MATCH, ClientsideFunction, Dash, Input, Output, State, dcc
 from lanterne.dashboard import export, words
 from lanterne.dashboard.callbacks import browser, now, route, triggered
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.figures import heat
-from lanterne.dashboard.pages import incident, job
+from lanterne.dashboard.figures import bars, heat
+from lanterne.dashboard.pages import incident, job, ranks
 from lanterne.dashboard.view import job_url, parse
 
 Marks = list[dict[str, Any]] | None
@@ -72,22 +72,31 @@ def _register_drawing(app: Dash, api: Api) -> None:
 
 
 def _register_times(app: Dash, api: Api) -> None:
+    @app.callback(Output("time", "figure"), Input("job-mark", "data"), State("url", "pathname"))
+    async def draw_time(_mark: str | None, pathname: str | None) -> Any:
+        name = _job_of(pathname)
+        if name is None:
+            return no_update
+        try:
+            return bars.goodput(await api.get("jobs", name, "sla"))
+        except ApiError as error:
+            return heat.nothing(error.detail or error.title, 120)
+
     @app.callback(
-        Output("time", "figure"),
         Output("phases", "figure"),
         Input("job-mark", "data"),
-        Input("heat-view", "data"),
+        Input("span-view", "data"),
         State("url", "search"),
         State("url", "pathname"),
     )
-    async def draw_time(mark: str | None, _view: Any, search: str | None, pathname: str | None) -> Any:
+    async def draw_phases(mark: str | None, _view: Any, search: str | None, pathname: str | None) -> Any:
         name = _job_of(pathname)
         if name is None:
-            return no_update, no_update
+            return no_update
         try:
-            return await job.time_figures(api, name, parse(search), mark)
+            return await job.phases_figure(api, name, parse(search), mark)
         except ApiError as error:
-            return heat.nothing(error.detail or error.title, 120), heat.nothing(error.detail or error.title)
+            return heat.nothing(error.detail or error.title)
 
     @app.callback(Output("ranks-live", "children"), Input("job-mark", "data"), State("url", "pathname"))
     async def draw_ranks(_mark: str | None, pathname: str | None) -> Any:
@@ -95,7 +104,7 @@ def _register_times(app: Dash, api: Api) -> None:
         if name is None:
             return no_update
         try:
-            return await job.ranks_table(api, name, now())
+            return await ranks.first(api, name, now())
         except ApiError as error:
             return html.P(error.detail or error.title, className="dim")
 

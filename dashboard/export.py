@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lanterne.dashboard import words
+from lanterne.dashboard.figures import heat
 
 
 def _line(text: Any) -> str:
@@ -99,5 +101,9 @@ def curve_csv(answer: Mapping[str, Any]) -> str:
 
 def heat_csv(answer: Mapping[str, Any]) -> str:
     """A heat map's cells: one row a rank, one column a step."""
-    rows = [[rank, *cells] for rank, cells in zip(answer.get("ranks") or (), answer.get("values") or (), strict=True)]
+    cells = heat.matrix(answer).astype(float).round(4).tolist()
+    rows = [
+        [rank, *(None if math.isnan(v) else v for v in row)]
+        for rank, row in zip(answer.get("ranks") or (), cells, strict=True)
+    ]
     return table(["rank", *(str(s) for s in answer.get("steps") or ())], rows)

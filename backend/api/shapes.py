@@ -107,7 +107,7 @@ class HeatMap(Shape):
     unit: str
     ranks: list[int]
     steps: list[int]
-    values: list[list[float | None]]
+    values: list[list[float | None]] | dict[str, str]
     pooled_by: str
 
 

@@ -9,7 +9,7 @@
   function put(found, key, value) { if (value === "" || value === null || value === undefined) { found.delete(key); } else { found.set(key, value); } }
 
   // What a figure stands on. A zoom draws the zoomed figure at once and the others when the hand rests.
-  var HEAT = ["from", "to", "from_rank", "to_rank", "heat"], CURVES = ["from", "to", "smooth", "log", "axis", "series"];
+  var HEAT = ["from", "to", "from_rank", "to_rank", "heat"], SPAN = ["from", "to"], CURVES = ["from", "to", "smooth", "log", "axis", "series"];
   var REST_MS = 400, drawn = null, zoomed = null, waiting = {};
   function key(search, names) {
     var found = query(search);
@@ -88,11 +88,12 @@
       },
       views: function (search, curves) {
         // The heat map is told only of what it shows; the curves one by one.
-        var before = drawn, first = zoomed, at = { path: location.pathname, heat: key(search, HEAT), curves: key(search, CURVES) };
+        var before = drawn, first = zoomed, at = { path: location.pathname, heat: key(search, HEAT), span: key(search, SPAN), curves: key(search, CURVES) };
         drawn = at;
         zoomed = null;
         if (!before || before.path !== at.path) { return; }
         if (before.heat !== at.heat) { later("heat", ["heat-view"], at.heat, !first || first === "heat"); }
+        if (before.span !== at.span) { later("span", ["span-view"], at.span, false); }
         if (before.curves !== at.curves) {
           var own = curves.filter(function (id) { return id.name === first; });
           var rest = curves.filter(function (id) { return id.name !== first; });

@@ -30,6 +30,9 @@ SAMPLE_CELLS = 32_768
 def matrix(answer: Mapping[str, Any]) -> npt.NDArray[np.float32]:
     """The values as float32 ``[ranks, steps]``; missing cells are NaN."""
     rows = answer.get("values") or []
+    if isinstance(rows, Mapping):
+        shape = [int(n) for n in rows["shape"].split(",")]
+        return np.frombuffer(base64.b64decode(rows["bdata"]), dtype="<f4").reshape(shape)
     if not rows:
         return np.zeros((0, 0), dtype=np.float32)
     return np.array(rows, dtype=np.float32)  # None becomes NaN
@@ -82,7 +85,7 @@ def heatmap(answer: Mapping[str, Any], marks: Sequence[Mapping[str, Any]] = ()) 
         "type": "heatmap",
         "x": steps,
         "y": ranks,
-        "z": typed(values),
+        "z": answer["values"] if isinstance(answer["values"], Mapping) else typed(values),
         "zmin": low,
         "zmax": high,
         "colorscale": [list(stop) for stop in theme.HEAT],

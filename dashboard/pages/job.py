@@ -33,6 +33,7 @@ RANKS_SHOWN = 64
 
 TABS = (
     ("Overview", ()),
+    ("Ranks", ("ranks",)),
     ("Communication", ("communication",)),
     ("SLA", ("sla",)),
     ("Events", ("events",)),
@@ -247,13 +248,19 @@ async def page(api: Api, name: str, view: View, now: datetime, base: str) -> lis
         html.Div(top, id="job-live"),
         dcc.Store(id="job-told"),
         dcc.Store(id="heat-view"),
+        dcc.Store(id="span-view"),
         dcc.Store(id="job-mark", data=mark),
         dcc.Store(id="job-events", data=marks(incidents)),
         _heat_panel(view),
         _time_panel(),
         _curves_panel(view, shown),
         _others(name, others),
-        parts.panel("Ranks", html.Div("…", id="ranks-live"), key="ranks"),
+        parts.panel(
+            "Ranks",
+            html.Div("…", id="ranks-live"),
+            tools=dcc.Link("All ranks", href=job_url(name, "ranks"), className="button"),
+            key="ranks",
+        ),
     ]
 
 
@@ -299,23 +306,22 @@ async def heat_figure(api: Api, name: str, view: View, found: Sequence[Mapping[s
     return figure
 
 
-async def time_figures(api: Api, name: str, view: View, mark: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The goodput bar and the phases of up to ``PHASE_STEPS`` steps: the view's first, else the job's last."""
+async def phases_figure(api: Api, name: str, view: View, mark: str | None) -> dict[str, Any]:
+    """The phases of up to ``PHASE_STEPS`` steps: the view's first, else the job's last."""
     step = (mark or "").split("/")[1:2]
     last = int(step[0]) if step and step[0].isdecimal() else 0
     first = max(0, last + 1 - PHASE_STEPS) if view.from_step is None else view.from_step
-    report, steps = await asyncio.gather(
-        api.get("jobs", name, "sla"),
-        api.items("jobs", name, "steps", most=PHASE_STEPS, limit=PHASE_STEPS, from_step=first, to_step=view.to_step),
+    found = await api.items(
+        "jobs", name, "steps", most=PHASE_STEPS, limit=PHASE_STEPS, from_step=first, to_step=view.to_step
     )
-    return bars.goodput(report), bars.phases(steps)
+    return bars.phases(found)
 
 
 async def heat_answer(api: Api, name: str, view: View) -> Mapping[str, Any]:
     """The cells of the view's window."""
     answer: Mapping[str, Any] = await api.get(
         "jobs", name, "heatmap", metric=view.heat, width=WIDTH, height=HEIGHT,
-        from_rank=view.from_rank, to_rank=view.to_rank, **view.window(),
+        from_rank=view.from_rank, to_rank=view.to_rank, encoding="f4", **view.window(),
     )  # fmt: skip
     return answer
 
@@ -344,38 +350,3 @@ async def curve_figure(
     figure = curves.curve(answer, raw=raw, axis=view.axis, log=view.log, marks=marked)
     figure["layout"]["uirevision"] = repr((metric, view.axis, view.from_step, view.to_step))
     return figure
-
-
-async def ranks_table(api: Api, name: str, now: datetime) -> parts.Node:
-    """The ranks, those in trouble first."""
-    ranks = await api.items("jobs", name, "ranks", most=4_096)
-    if not ranks:
-        return html.P("No rank has reported yet.", className="dim")
-
-    def key(one: Mapping[str, Any]) -> tuple[bool, int]:
-        return one.get("state") in {"running", "finished"}, int(one.get("rank", 0))
-
-    shown = sorted(ranks, key=key)[:256]
-    rows = []
-    for one in shown:
-        clock = one.get("clock") or {}
-        error = clock.get("error_ns")
-        rows.append(
-            [
-                dcc.Link(f"rank {one.get('rank')}", href=job_url(name, "ranks", one.get("rank"))),
-                parts.state_chip(str(one.get("state") or "")),
-                str(one.get("host") or words.NONE),
-                str(one.get("device") or words.NONE),
-                words.number(one.get("step")),
-                words.plain(str(one.get("phase") or words.NONE)),
-                words.age(one.get("last_seen"), now),
-                words.NONE if error is None else f"±{words.milliseconds(error / 1e6)}",
-                words.number(one.get("exit_code")),
-                words.number(one.get("dropped")),
-            ]
-        )
-    head = ["Rank", "State", "Host", "Device", "Step", "Phase", "Seen", "Clock", "Exit", "Lost events"]
-    note = f"{len(ranks):,} ranks" + (
-        f"; {len(shown)} shown, those in trouble first" if len(ranks) > len(shown) else ""
-    )
-    return html.Div([html.P(note, className="note"), parts.table(head, rows, numeric=(4, 7, 8, 9), says="Ranks")])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,9 @@ def test_metrics_steps_and_heat_map(server: httpx.Client) -> None:
     heat = get(server, "/jobs/demo/heatmap", metric="step_ms", width=4, height=2)
     assert (heat["ranks"], heat["steps"]) == ([0, 2], [0, 3, 6, 9])
     assert heat["values"] == [[100.0] * 4] * 2
+    bare = get(server, "/jobs/demo/heatmap", metric="step_ms", width=4, height=2, encoding="f4")
+    assert bare["values"]["shape"] == "2,4"
+    assert base64.b64decode(bare["values"]["bdata"]) == struct.pack("<8f", *[100.0] * 8)
     steps = get(server, "/jobs/demo/steps", from_step=3, limit=2)
     assert [s["step"] for s in steps["items"]] == [3, 4]
     assert steps["items"][0]["phases"] == {"forward": 30.0, "backward": 60.0}
