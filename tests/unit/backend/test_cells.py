@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,6 +32,6 @@ def test_blocks_are_cut_between_cells_and_leave_nothing_out(last: int, wide: int
     blocks = list(window.blocks())
     assert blocks[0][0] == 7
     assert blocks[-1][1] == last
-    assert all(after[0] == before[1] + 1 for before, after in zip(blocks, blocks[1:], strict=False))
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(blocks))
     assert all((first - 7) % wide == 0 for first, _ in blocks)
     assert sum(-(-(b - a + 1) // wide) for a, b in blocks) == window.shape[1]
