@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from lanterne.backend.align import clocks, matching, series, waits
 from lanterne.causal.facts import FactEvent, Facts, Place, Waits
 from lanterne.collector.sim.events import START_UNIX_NS
 from lanterne.collector.sim.model import Job
@@ -67,6 +70,35 @@ def _pending(job: Job, ranks: list[int]) -> list[Collective]:
                 )
             )  # fmt: skip
     return found
+
+
+def aligned_facts(job: Job) -> Facts:
+    """As :func:`facts_of`, but lateness, waits and busy time come from the ranks' own skewed clocks through alignment,
+    so that groups with silent members are seen as a live store sees them."""
+    facts = facts_of(job)
+    c = job.collectives
+    if c is None or not len(facts.steps):
+        return facts
+    live = np.array(facts.ranks)
+    t, b, _ = c.entered_ns.shape
+    rank, call = np.tile(live, t * b), np.repeat(np.arange(t * b), len(live))
+    entered, completed = (x[:, :, live].reshape(-1) for x in (c.entered_ns, c.completed_ns))
+    own = entered + job.clock_offset_ns[rank].astype(np.int64) + (entered * job.clock_drift[rank]).astype(np.int64)
+    zero = np.zeros(len(rank), np.int64)
+    calls = matching.arrange(
+        groups=c.names, ops=("allreduce",), signatures=("bfloat16|",), group=c.group[rank], sequence=call, rank=rank,
+        step=call // b, bytes_=zero + c.bytes, op=zero, signature=zero, entered_ns=own + START_UNIX_NS,
+        completed_ns=own + (completed - entered) + START_UNIX_NS, monotonic_ns=own + 10**12,
+    )  # fmt: skip
+    found = clocks.estimate(calls, hosts={r: job.host(r) for r in facts.ranks})
+    attribution = waits.attribute(calls, found)
+    start = job.step_start_ns[:, live]
+    axes = series.Grid(steps=facts.steps, ranks=live, start_ns=start, end_ns=start)
+    seen = {k: v for k, v in facts.series.items() if k not in {"lateness_ms", "wait_ms", "transfer_ms", "busy_ms"}}
+    seen |= series.waiting(calls, attribution, axes, facts.series["step_ms"])
+    if job.shape.pp > 1 or job.shape.tp > 1:  # own time under a pipeline comes from the device, not from reductions
+        seen["busy_ms"] = facts.series["busy_ms"]
+    return replace(facts, series=seen, waits=waits.as_facts(calls, attribution))
 
 
 def facts_of(job: Job) -> Facts:

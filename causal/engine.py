@@ -13,6 +13,7 @@ from dataclasses import replace
 import networkx as nx
 
 from lanterne.causal import (
+    episode,
     exits,
     field,
     graph,
@@ -171,6 +172,8 @@ def diagnose(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> Diagnosis:
     """
     frame = prepare(facts)
     found = [f for stage in STAGES for f in stage(frame)] + _outside(facts, anomalies)
+    if not any(f.cause.confidence >= CLAIM for f in found):
+        found += episode.findings(frame, found)
     causes, effects = resolve([f for f in found if f.cause.confidence > 0])
     drawn = graph.build(causes, effects)
     scored = [_score(f, drawn) for f in causes]

@@ -25,6 +25,7 @@ SHARED = frozenset({"cgroup_bytes", "shm_bytes"})
 BLOCKS = 8
 RISE_SHARE_MIN = 0.08  # of the level before
 RISE_BYTES_MIN = 64 << 20
+LEVELS_OFF = 0.5
 FRAGMENTED_SHARE = 0.25  # of the reserved bytes not allocated when an allocation failed
 OOM_WORDS = (
     "out of memory",
@@ -92,9 +93,18 @@ def _trend(name: str, rows: Ints, y: Floats, column: int) -> Trend | None:
     blocks = np.array([b.mean() for b in np.array_split(after, BLOCKS)]) if len(after) >= 2 * BLOCKS else after
     rising = float(np.mean(np.diff(blocks) > 0)) if len(blocks) > 2 else 0.0
     largest = float(np.diff(blocks).max() / max(blocks[-1] - blocks[0], 1e-9)) if len(blocks) > 2 else 1.0
-    if slope <= 0 or fit < 0.8 or rising < 0.8 or largest > 0.6:
+    if slope <= 0 or fit < 0.8 or rising < 0.8 or largest > 0.6 or _levels_off(t[k:], after):
         return None
     return Trend(column, name, int(rows[known][k]) + 1, slope, base, float(np.median(y[-3:])), fit)
+
+
+def _levels_off(t: Floats, y: Floats) -> bool:
+    """Growth that slows down to less than half in its last third: caches and pools that fill, no leak."""
+    third = len(y) // 3
+    if third < BLOCKS:
+        return False
+    first, last = (np.polyfit(t[part], y[part], 1)[0] for part in (slice(0, third), slice(-third, None)))
+    return bool(last < LEVELS_OFF * first)
 
 
 def _hinge(t: Floats, y: Floats, knee: float) -> tuple[float, float, float]:

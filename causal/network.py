@@ -23,6 +23,8 @@ from lanterne.nouns import CauseCategory, Evidence, Subject, Symptom, group_name
 RISE_SHARE_MIN = 0.04  # of a step
 RISE_FACTOR_MIN = 1.43  # bandwidth below 70% of what it was (DESIGN.md section 6)
 RISE_SIGMAS_MIN = 4.0
+UNSEEN_SURE = 0.45
+"""How sure the link is where a silent rank may be what the others wait for: a lead at most, never a claim."""
 HOT_SHARE = 0.5
 
 
@@ -46,6 +48,9 @@ def findings(frame: Frame) -> list[Finding]:
     rows = np.arange(len(frame.usable))
     now, before = frame.usable & (rows >= rise.row), frame.usable & (rows < rise.row)
     subject, sure, how = _locate(frame, rise, now, before)
+    silent = _silent(frame, rise) if not how or how[0].ref == "transfer_ms" else ()
+    if silent:
+        sure = min(sure, UNSEEN_SURE)
     since = frame.step(rise.row)
     delta = rise.after - rise.before
     says = (
@@ -71,9 +76,23 @@ def findings(frame: Frame) -> list[Finding]:
                 Link(metric="transfer_ms", label="transfer time", weight=prior("slow_link"), says=says, kind="pattern"),
             ),
             symptoms=(Symptom(kind="transfer", says=f"ranks {group_name(victims)} wait for the transfers"),),
-            needs=() if sure > 0.8 else ("retransmit counters or per-link times would name the link",),
+            needs=_needs(silent, sure),
         )
     ]
+
+
+def _silent(frame: Frame, rise: Rise) -> tuple[int, ...]:
+    """Ranks without data in the groups of the hot ones: a late arrival that nobody reported looks like a transfer."""
+    hot = {int(frame.ranks[i]) for i in rise.hot}
+    members = {r for group in frame.facts.groups.values() if hot & set(group) for r in group}
+    expected = members or set(range(frame.facts.ranks_expected))
+    return tuple(sorted(expected - set(frame.ranks)))
+
+
+def _needs(silent: tuple[int, ...], sure: float) -> tuple[str, ...]:
+    if silent:
+        return (f"ranks {group_name(silent)} are silent: one of them may have come late",)
+    return () if sure > 0.8 else ("retransmit counters or per-link times would name the link",)
 
 
 def _rise(frame: Frame) -> Rise | None:
@@ -168,7 +187,11 @@ def _piled(frame: Frame, name: str, least: float, now: Bools, before: Bools) -> 
 
 def _only(place: Subject, rise: Rise) -> Evidence:
     return Evidence(
-        says=f"only the transfers of {_words(place)} rose", value=rise.after, unit="ms", baseline=rise.before
+        says=f"only the transfers of {_words(place)} rose",
+        value=rise.after,
+        unit="ms",
+        baseline=rise.before,
+        ref="transfer_ms",
     )
 
 

@@ -25,6 +25,8 @@ LR_LOG_JUMP_MIN = 0.5
 OVERFLOWS_MIN = 3  # one is how a dynamic scale finds its level
 LOSS_RISE_SIGMAS = 4.0
 BATCH_ROWS_MAX = 4
+CLEAN_MIN = 2
+"""So many ranks, and a quarter of the job, must have told a finite gradient to clear those that told nothing."""
 
 
 def findings(frame: Frame) -> list[Finding]:
@@ -126,7 +128,15 @@ def _absent(frame: Frame, step: int) -> list[int]:
         return []
     done = np.isfinite(facts.get("step_ms")) & (facts.steps >= min(step - 1, int(facts.steps[-1])))[:, None]
     there = {r for i, r in enumerate(facts.ranks) if done[:, i].any()}
-    return sorted(set(range(facts.ranks_expected)) - there)
+    absent = sorted(set(range(facts.ranks_expected)) - there)
+    return [] if _others_clean(frame, step) >= max(CLEAN_MIN, facts.ranks_expected // 4) else absent
+
+
+def _others_clean(frame: Frame, step: int) -> int:
+    """Ranks that told their gradient of that very step and it was finite: had another rank broken the parameters
+    before, theirs would be broken too, so whoever is not finite then is so by itself."""
+    count = frame.facts.get("grad_nonfinite")[frame.facts.steps == step]
+    return int((count == 0).sum())
 
 
 def _nonfinite(frame: Frame) -> Finding | None:

@@ -32,7 +32,7 @@ def _slow(frame: Frame) -> Finding | None:
         return None
     level = longest[rows]
     at = _jump(level)
-    usual, reference = _usual(frame, level, at)
+    usual, reference = _usual(frame, level, x[rows[at]], at)
     if usual is None or level[at] < max(STALL_FACTOR_MIN * usual, usual + STALL_MS_MIN):
         return None
     row, excess = int(rows[at]), float(level[at] - usual)
@@ -89,13 +89,17 @@ def _jump(level: Floats) -> int:
         usual = float(np.median(level[:i]))
         if level[i] > max(STALL_FACTOR_MIN * usual, usual + STALL_MS_MIN):
             return i
-    return int(level.argmax())
+    return 0
 
 
-def _usual(frame: Frame, level: Floats, at: int) -> tuple[float | None, str]:
-    """What a checkpoint usually takes: those before, else the later ones, else (one only) three steps of this job."""
+def _usual(frame: Frame, level: Floats, own: Floats, at: int) -> tuple[float | None, str]:
+    """What a checkpoint usually takes: those before, else its peers' part of it (``own`` [R]), else the later ones,
+    else (one only) three steps of this job."""
     if at > 0:
         return float(np.median(level[:at])), "before"
+    peers = stats.rows_median(own)
+    if peers > 1.0 and level[0] > max(STALL_FACTOR_MIN * peers, peers + STALL_MS_MIN):
+        return peers, "its peers'"
     later = level[1:]
     if len(later) and float(np.median(later)) < level[0]:
         return float(np.median(later)), "later ones"

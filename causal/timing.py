@@ -27,6 +27,7 @@ PERSISTENT_SHARE_MIN = 0.15
 LOCI_MAX = 4
 HIDDEN_SHARE = 0.3  # saves less than this of its own loss while the bigger ones are not repaired
 CANDIDATES_MAX = 96
+STAGE_ROWS_MIN = 8
 ONE_LEADS_SHARE = 0.7  # of the rows: more is one straggler, not a lead that wanders
 
 
@@ -161,41 +162,48 @@ def loci(frame: Frame, found: list[Change]) -> list[Locus]:
     for c in found:
         usual_level[c.column] = c.before_ms
     x = frame.own[rows] - usual_level
-    lead0 = stats.top2(frame.own[base_rows] - usual_level)[1] if len(base_rows) >= 5 else np.zeros(1)
-    usual = float(np.median(lead0)) + 2.5 * stats.noise_of(lead0)
     whole = x.copy()
     out: list[Locus] = []
     while groups and len(out) < LOCI_MAX:
-        best = max(groups, key=lambda g: _saving(x, rows, g[1], usual)[0])
-        saving, share = _saving(x, rows, best[1], usual)
+        best = max(groups, key=lambda g: _saving(x, rows, g[1])[0])
+        saving, share = _saving(x, rows, best[1])
         groups.remove(best)
         columns = np.array([c.column for c in best[1]], np.int64)
         change = max(best[1], key=lambda c: c.shift_ms)
         if best[0] == "host":
             change.row = int(np.median([c.row for c in best[1]]))
-        alone = _saving(whole, rows, best[1], usual)[0] if out else saving
+        alone = _saving(whole, rows, best[1])[0] if out else saving
         out.append(Locus(best[0], columns, change, saving, alone < HIDDEN_SHARE * saving, share))
-        x[:, columns] = np.minimum(x[:, columns], usual)
+        for c in best[1]:
+            x[:, c.column] = _repaired(x[:, c.column], rows, c)
     return out
 
 
-def _saving(x: Floats, rows: Ints, group: list[Change], usual: float) -> tuple[float, float]:
-    """Mean ms a step saved by repairing ``group``, over its own rows; share of those rows that it leads.
+def _repaired(own: Floats, rows: Ints, change: Change) -> Floats:
+    """Own time of a rank without its change: the sustained shift taken off, or the bursts cut down to the usual."""
+    marked = change.rows[rows]
+    if change.sporadic:
+        return np.where(marked, np.minimum(own, 0.0), own)
+    return np.where(marked, own - change.shift_ms, own)
 
-    ``sum_t max(0, max_in - max(max_out, usual))``: every leave-one-out from maxima, no replay needed.
+
+def _saving(x: Floats, rows: Ints, group: list[Change]) -> tuple[float, float]:
+    """Mean ms a step saved by repairing ``group``, from its onset on; share of its own rows that it leads.
+
+    ``mean_t max(in, out) - max(repaired in, out)``: every leave-one-out from maxima, no replay needed.
     """
     columns = [c.column for c in group]
-    begin = min(c.row for c in group)
-    keep = rows >= begin
+    keep = rows >= min(c.row for c in group)
     marked = np.zeros(keep.sum(), bool)
     for c in group:
         marked |= c.rows[rows[keep]]
     y = np.where(np.isfinite(x[keep]), x[keep], -np.inf)
     inside = y[:, columns].max(1)
+    well = np.stack([_repaired(y[:, c.column], rows[keep], c) for c in group], 1).max(1)
     y[:, columns] = -np.inf
     outside = y.max(1) if y.shape[1] > len(columns) else np.full(len(y), -np.inf)
-    gain = np.maximum(inside - np.maximum(outside, usual), 0.0)
-    gain = np.where(np.isfinite(gain), gain, 0.0)
+    known = np.isfinite(inside)
+    gain = np.where(known, np.maximum(inside, outside) - np.maximum(np.where(known, well, 0.0), outside), 0.0)
     led = float((gain[marked] > 0).mean()) if marked.any() else 0.0
     return float(gain.mean()) if len(gain) else 0.0, led
 
@@ -229,7 +237,7 @@ def heavy_stage(frame: Frame) -> StageExcess | None:
     usual = float(np.median(others[:, i]))
     shift = float(np.median(beyond[at:, i]) - np.median(beyond[:at, i])) if 0 < at < len(rows) else 0.0
     sigma = stats.noise_of(np.diff(beyond[:, i])) / np.sqrt(2)
-    if shift > max(0.06 * usual, 4 * sigma):
+    if shift > max(0.06 * usual, 4 * sigma) and len(rows) - at >= STAGE_ROWS_MIN:
         return StageExcess(int(stages[i]), int(rows[at]), shift, usual, False)
     level = np.median(beyond, 0)
     i = int(level.argmax())

@@ -57,6 +57,12 @@ class Calls:
         members = np.array([len(members_of(g)) for g in self.groups] or [0], np.int64)
         return members[self.group[self.first]] if len(self.first) else np.zeros(0, np.int64)
 
+    def reporting(self) -> Ints:
+        """Members of each slot's group that made any call in this window, [S]; the rest are silent."""
+        span = int(self.rank.max(initial=0)) + 1
+        count = np.bincount(np.unique(self.group * span + self.rank) // span, minlength=len(self.groups))
+        return count[self.group[self.first]] if len(self.first) else np.zeros(0, np.int64)
+
     def by_slot(self, values: Any, how: Any) -> Any:
         """``how.reduceat`` of a row array over slots, [S]."""
         return how.reduceat(values, self.first) if len(self.first) else values[:0]

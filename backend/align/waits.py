@@ -30,7 +30,7 @@ class Attribution:
     transfer_ns: Floats  # completion minus last arrival; NaN = pending
     error_ns: Floats
     last: Ints
-    whole: np.ndarray  # all members reported
+    whole: np.ndarray  # all members that report in the window made the call, and they are half of the group or more
 
     def blocked_ns(self) -> Floats:
         """Time each row was really blocked waiting for others."""
@@ -51,8 +51,8 @@ def attribute(calls: Calls, clocks: Clocks) -> Attribution:
             entered_ns=zero, completed_ns=zero, lateness_ns=none, wait_ns=none, blocked_from_ns=zero, last_ns=zero,
             transfer_ns=none, error_ns=none, last=zero, whole=np.zeros(0, bool),
         )  # fmt: skip
-    sizes, expected = calls.sizes, calls.expected()
-    whole = (sizes >= expected) & (sizes > 1)
+    sizes, reporting = calls.sizes, calls.reporting()
+    whole = (sizes >= reporting) & (sizes > 1) & (2 * reporting >= calls.expected())
     order = np.lexsort((entered, calls.slot))
     ranked, half = entered[order], sizes // 2
     upper = ranked[calls.first + half]
@@ -96,7 +96,7 @@ def _blocked_from(calls: Calls, entered: Ints, last_time: Ints) -> Ints:
 
 
 def as_facts(calls: Calls, a: Attribution) -> Waits:
-    """The causal engine's form, ms. Slots with missing members are left out: a wait there is not finished."""
+    """The causal engine's form, ms. Slots that a reporting member has yet to tell are left out: open waits."""
     keep = a.whole & ~np.isnan(a.transfer_ns)
     return Waits(
         group=calls.groups,

@@ -42,6 +42,7 @@ PHASES = (
     (Phase.BACKWARD, "backward_ms"),
     (Phase.OPTIMIZER, "optimizer_ms"),
     (Phase.CHECKPOINT, "checkpoint_ms"),
+    (Phase.EVAL, "eval_ms"),
 )
 
 

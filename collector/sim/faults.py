@@ -7,10 +7,12 @@ and a magnitude (1.0 = a moderate fault, about a third of the step) and records 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from lanterne.collector.sim.model import RANKS_PER_HOST, Happening, Job, Shape, Truth, blank, run
+from lanterne.collector.sim.rough import roughen
 from lanterne.errors import UsageError
 
 Injector = Callable[[Job, int, int, float], None]
@@ -162,7 +164,7 @@ def bad_batch(job: Job, rank: int, onset: int, size: float) -> None:
     """One rank's batch has a huge gradient: local norm first, then the global norm, then everybody's loss."""
     local, total, loss = job.series["grad_norm_local"], job.series["grad_norm"], job.series["loss"]
     loss[onset, rank] += 6 * size
-    local[onset, rank] *= 40 * size
+    local[onset, rank] *= 1 + 39 * size
     total[onset] = np.sqrt((local[onset] ** 2).mean())
     after = np.exp(-np.arange(min(12, job.shape.steps - onset - 1)) / 4)
     loss[onset + 1 : onset + 1 + len(after)] += 1.5 * size * after[:, None]
@@ -174,7 +176,7 @@ def bad_batch(job: Job, rank: int, onset: int, size: float) -> None:
 
 def lr_jump(job: Job, rank: int, onset: int, size: float) -> None:
     del rank
-    job.series["lr"][onset:] *= 10 * size
+    job.series["lr"][onset:] *= 1 + 9 * size
     loss = job.series["loss"]
     grow = 1 - np.exp(-np.arange(job.shape.steps - onset - 1) / 6)
     loss[onset + 1 :] += 3 * size * grow[:, None]
@@ -273,6 +275,20 @@ def add_distractors(job: Job, level: float = 1.0) -> None:
     job.work["forward"][t // 2 :] *= 1.008
 
 
+def _inject(job: Job, kind: str, rank: int, onset: int, size: float, heal_after: int | None) -> None:
+    """One fault; where it heals, the rows after it are as if it had never been."""
+    until = onset + (heal_after or job.shape.steps)
+    well = {} if until >= job.shape.steps else {k: v[until:].copy() for k, v in (job.work | job.series).items()}
+    before = len(job.happenings)
+    FAULTS[kind](job, rank, onset, size)
+    if not well or job.stopped_at is not None:
+        return
+    for name, rows in well.items():
+        (job.work if name in job.work else job.series)[name][until:] = rows
+    job.happenings[before:] = [h for h in job.happenings[before:] if h.step < until]
+    job.truths[-1] = replace(job.truths[-1], until=until)
+
+
 def simulate(
     shape: Shape,
     faults: tuple[tuple[str, int, int], ...] = (),
@@ -281,13 +297,18 @@ def simulate(
     size: float = 1.0,
     distract: bool = False,
     missing: float = 0.0,
+    rough: float = 0.0,
+    heal_after: int | None = None,
     name: str = "simulated",
 ) -> Job:
     """Simulate a job. ``faults`` are (kind, rank, onset step); ``missing``: share of silent ranks, never a culprit.
 
+    ``rough``: level of healthy variability (``rough.py``). ``heal_after``: the faults last so many steps only.
     Raises :class:`UsageError` on an unknown fault, rank or step.
     """
     job = blank(name, seed, shape)
+    if rough > 0:
+        roughen(job, rough)
     for kind, rank, onset in faults:
         if kind not in FAULTS:
             raise UsageError(f"simulate: unknown fault {kind!r}; known: {', '.join(sorted(FAULTS))}")
@@ -295,7 +316,7 @@ def simulate(
             raise UsageError(
                 f"simulate: rank {rank} or step {onset} is outside {shape.ranks} ranks, {shape.steps} steps"
             )
-        FAULTS[kind](job, rank, onset, size)
+        _inject(job, kind, rank, onset, size, heal_after)
     if distract:
         add_distractors(job)
     if missing > 0:

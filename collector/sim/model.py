@@ -8,7 +8,7 @@ the numbers before the recurrence runs, so victims wait for culprits as they do 
 
 Nuisances that are always on: jitter, persistent small differences between ranks, natural one-off
 stragglers, warm-up steps, a learning rate with warm-up and decay, periodic checkpoints, and a share of
-each victim's wait leaking into its measured backward (overlapped buckets).
+each victim's wait leaking into its measured backward (overlapped buckets). ``rough.py`` adds heavier ones.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class Truth:
     host: str | None
     onset: int
     ranks: tuple[int, ...] = ()
+    until: int | None = None  # first step without the fault again; None = it lasts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,6 +155,7 @@ def blank(name: str, seed: int, shape: Shape) -> Job:
         "optimizer": noisy(shape.optimizer_ms, 0.03),
         "transfer": shape.transfer_ms * np.exp(rng.normal(0, 0.04, (t, r))),
         "checkpoint": np.zeros((t, r)),
+        "eval": np.zeros((t, r)),
         "gc": np.zeros((t, r)),
     }
     lucky = rng.random((t, r)) < shape.straggle_share / max(r, 1)
@@ -296,8 +298,9 @@ def run(job: Job) -> Job:
             exit_jitter = job.rng.exponential(s.network_jitter_us * 1e-3, r)
             entered[t, b], completed[t, b] = enter, (last + slow)[groups] + exit_jitter
         _report(out, t, entered[t], completed[t], own, groups, pipe_wait, tp_wait, s)
-        now = completed[t, -1] + own["optimizer"] + own["checkpoint"]
-        if own["checkpoint"].any():
+        pause = own["checkpoint"] + own["eval"]
+        now = completed[t, -1] + own["optimizer"] + pause
+        if pause.any():
             now = np.full(r, now.max())
         out["step_ms"][t] = now - starts[t]
     _finish(job, out, starts, entered, completed, groups, names, t_total)
@@ -337,6 +340,7 @@ def _finish(
     job.series["data_wait_ms"] = job.work["data"][:t_total]
     job.series["optimizer_ms"] = job.work["optimizer"][:t_total]
     job.series["checkpoint_ms"] = job.work["checkpoint"][:t_total]
+    job.series["eval_ms"] = job.work["eval"][:t_total]
     job.step_start_ns = (starts * 1e6).astype(np.int64)
     job.collectives = Collectives(
         group=groups,
