@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import finding, lasting_rise, median, rows_of, settled, step_ms
+from lanterne.backend.detect.base import finding, lasting_rise, median, ranges, risen, rows_of, settled, step_ms
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, Severity
 
@@ -67,12 +67,13 @@ def data_stall(facts: Facts) -> list[Anomaly]:
     if len(rows) < 2 * WIDTH:
         return []
     usual = float(np.percentile(whole[rows], 25))
+    floor = max(DATA_SHARE * usual, DATA_FLOOR_MS)
     found = []
-    for r in range(wait.shape[1]):
+    for r in risen(wait[rows], WIDTH, floor):
         x = wait[rows, r]
         if not np.isfinite(x).all():
             continue
-        shift = lasting_rise(x, WIDTH, max(DATA_SHARE * usual, DATA_FLOOR_MS))
+        shift = lasting_rise(x, WIDTH, floor)
         if shift is None or shift.rise < 4 * shift.noise or shift.level < 3 * max(shift.baseline, 0.5):
             continue
         during = slice(shift.first, shift.last + 1)
@@ -132,7 +133,7 @@ def device_errors(facts: Facts) -> list[Anomaly]:
     """Uncorrectable memory errors that rose during the run."""
     errors = facts.get("gpu_ecc_errors")
     found = []
-    for r in range(errors.shape[1]):
+    for r in np.flatnonzero(ranges(errors) > 0):
         known = np.flatnonzero(np.isfinite(errors[:, r]))
         if len(known) and errors[known[-1], r] > errors[known[0], r]:
             rose = int(known[np.flatnonzero(np.diff(errors[known, r]) > 0)[0] + 1])

@@ -154,13 +154,12 @@ def _crash_says(event: FactEvent) -> str:
     return f"rank {event.rank} exited with code {int(attribute(event, 'exit_code', default=0))}"
 
 
-def _took_part(facts: Facts) -> dict[int, int]:
-    """Rank -> last step in which a peer came out of a call of a group with it: it lives, only its data are not here."""
-    last: dict[int, int] = {}
+def _took_part(facts: Facts) -> dict[str, int]:
+    """Group -> last step in which a member came out of its call: all members live, only their data are not here."""
+    last: dict[str, int] = {}
     for call in facts.collectives:
-        if call.completed_ns > 0:
-            for rank in facts.groups.get(call.group, ()):
-                last[rank] = max(last.get(rank, NO_STEP), call.step)
+        if call.completed_ns > 0 and call.step > last.get(call.group, NO_STEP):
+            last[call.group] = call.step
     return last
 
 
@@ -174,11 +173,16 @@ def silent(facts: Facts) -> list[Anomaly]:
     behind = last.max() - last
     usual_s = max(float(np.nanmedian(step_ms(facts))), 1.0) / 1e3
     bound = max(SILENT_FLOOR_S, SILENT_FACTOR * usual_s)
+    late = np.flatnonzero(behind * usual_s > bound)
+    if not len(late):
+        return found
     over = {e.rank for e in events(facts, EventName.EXITED, EventName.CLOSED, EventName.STALL, EventName.EXCEPTION)}
     took_part = _took_part(facts)
-    for r in np.flatnonzero(behind * usual_s > bound):
+    newest = int(facts.steps[last.max()]) - 1
+    heard = {rank for group, step in took_part.items() if step >= newest for rank in facts.groups.get(group, ())}
+    for r in late:
         rank = facts.ranks[int(r)]
-        if rank not in over and took_part.get(rank, NO_STEP) < int(facts.steps[last.max()]) - 1:
+        if rank not in over and rank not in heard:
             step = int(facts.steps[max(int(last[r]), 0)])
             found.append(
                 finding(

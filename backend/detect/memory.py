@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import WARM_UP_STEPS, attribute, events, finding, median, step_at
+from lanterne.backend.detect.base import WARM_UP_STEPS, attribute, events, finding, median, ranges, step_at
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -55,9 +55,9 @@ def leaks(facts: Facts) -> list[Anomaly]:
         rows = np.flatnonzero(np.isfinite(values).any(axis=1) & (facts.steps >= WARM_UP_STEPS))
         if len(rows) < STEPS_MIN:
             continue
-        hits = [leak for r in range(values.shape[1]) if (leak := _leak(values[rows, r])) is not None]
-        grown = {r: leak for r in range(values.shape[1]) if (leak := _leak(values[rows, r])) is not None}
-        if not hits:
+        wide = np.flatnonzero(ranges(values[rows]) >= GROWTH_BYTES).tolist()
+        grown = {r: leak for r in wide if (leak := _leak(values[rows, r])) is not None}
+        if not grown:
             continue
         # Everybody grows alike: data cached by all ranks, or a leak in common code. One rank alone is a leak.
         peers = median(np.array([[_growth(values[rows, r])] for r in range(values.shape[1])]))

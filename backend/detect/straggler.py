@@ -18,7 +18,6 @@ from lanterne.backend.detect.base import (
     median,
     rows_of,
     settled,
-    sliding_median,
     step_ms,
 )
 from lanterne.causal.facts import Facts, FloatArray
@@ -81,10 +80,12 @@ def detect(facts: Facts) -> list[Anomaly]:
 
 
 def _candidates(x: FloatArray) -> list[int]:
-    """Columns worth a closer look: the few with the largest sliding median (and all of a small job)."""
+    """Columns worth a closer look: those with the largest median of half a width (and all of a small job)."""
     if x.shape[1] <= 8:
         return list(range(x.shape[1]))
-    top = np.nan_to_num(sliding_median(x, WIDTH), nan=-np.inf).max(axis=0)
+    half = WIDTH // 2  # whatever lasts a width fills one of these whole
+    blocks = x[: len(x) // half * half].reshape(-1, half, x.shape[1])
+    top = np.nan_to_num(median(blocks, axis=1), nan=-np.inf).max(axis=0)
     return [int(r) for r in np.argsort(-top)[:16]]
 
 
@@ -121,12 +122,14 @@ def _always(
     if known.sum() < 2 * WIDTH:
         return None
     level, whole = float(np.nanmedian(mine)), float(np.nanmedian(step))
+    bar = max(SHARE_PEERS * (whole - max(level, 0.0)), FLOOR_MS, 3 * error)
+    steady = float(np.mean(mine[known] > 0.5 * level))
+    if level < bar or last[known].mean() < LAST_SHARE or steady < LAST_SHARE:
+        return None
     others = np.delete(x, r, axis=1)
     noise = float(mad(others - median(others, axis=1)[:, None]))
-    bar = max(SHARE_PEERS * (whole - max(level, 0.0)), FLOOR_MS, 3 * error, NOISE_SIGMAS * noise)
-    steady = float(np.mean(mine[known] > 0.5 * level))
     rival = float(np.max(median(others, axis=0))) if others.shape[1] else 0.0
-    if level < bar or last[known].mean() < LAST_SHARE or steady < LAST_SHARE or rival > 0.5 * level:
+    if level < NOISE_SIGMAS * noise or rival > 0.5 * level:
         return None
     index = np.flatnonzero(known & (np.nan_to_num(mine) > 0.5 * level))
     return _say(
