@@ -21,17 +21,17 @@ from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.nouns import Anomaly, Incident, IncidentStatus, Severity, Subject
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "liveness": ("collective_mismatch", "hang", "crash", "silent_rank"),
+    "liveness": ("collective_mismatch", "hang", "crash", "silent_rank", "liveness", "heartbeat_lost", "version_gap"),
     "memory": ("out_of_memory", "memory_leak"),
     "numerics": (
         "nonfinite", "overflow", "loss_scale_collapse", "lr_drift", "lr_disagree", "grad_explosion", "grad_spike",
-        "loss_spike", "grad_norm", "loss_spikeness", "grad_vanishing",
+        "loss_spike", "grad_norm", "loss_spikeness", "grad_vanishing", "loss_variance", "scaler_misuse",
     ),
-    "replicas": ("replica_divergence", "seed_mismatch"),
+    "replicas": ("replica_divergence", "seed_mismatch", "optimizer_mismatch"),
     "storage": ("checkpoint_stall", "checkpoint_corrupt", "checkpoint_incomplete"),
     "timing": (
         "straggler", "gc_pause", "data_stall", "slow_transfer", "thermal_throttle", "device_error",
-        "intermittent_straggler", "step_time",
+        "intermittent_straggler", "step_time", "sync_skew", "sync_delay",
     ),
 }  # fmt: skip
 """Kinds by family, the telling ones first: the first one present names the incident."""

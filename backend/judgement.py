@@ -11,7 +11,10 @@ import numpy as np
 
 from lanterne import causal
 from lanterne.backend import detect, incidents
+from lanterne.backend.detect import safety
 from lanterne.backend.detect.base import Levels, step_ms
+from lanterne.backend.detect.heartbeat import Beats
+from lanterne.backend.detect.safety import Safety
 from lanterne.backend.incidents import Case
 from lanterne.causal.facts import Diagnosis, Facts, Waits
 from lanterne.causal.scoring import CLAIM
@@ -48,18 +51,24 @@ FAMILY_OF_CAUSE: Mapping[CauseCategory, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One evaluation: the report, and the cases behind it (closed ones included)."""
+    """One evaluation: the report, the cases behind it (closed ones included), breakers and service rules."""
 
     report: Report
     cases: tuple[Case, ...]
+    safety: Safety = Safety()
 
 
-def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, levels: Levels | None = None) -> Judgement:
+def evaluate(
+    facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, levels: Levels | None = None,
+    beats: Beats | None = None, before: Safety | None = None,
+) -> Judgement:  # fmt: skip
     """Detect, join with what is known, diagnose each incident that is seen now, and write the report.
 
-    ``now_ns`` (Unix) stamps the ledger of a live job; 0 offline.
+    ``now_ns`` (Unix) stamps the ledger of a live job; 0 offline. ``beats``: a live job's heartbeats; ``before``: its
+    breakers and rules as the evaluation before left them.
     """
-    anomalies = detect.run(facts, levels)
+    anomalies = detect.run(facts, levels, beats)
+    guarded = safety.look(facts, beats, before)
     cases = incidents.join(facts, anomalies, known, now_ns=now_ns)
     seen = [case for case in cases if case.anomalies and not case.missed]
     offline = not LIVE & set(facts.sources)
@@ -71,7 +80,7 @@ def evaluate(facts: Facts, known: Sequence[Case] = (), *, now_ns: int = 0, level
             cases = [*cases, *seen]
         cases = _told(facts, cases, seen, diagnosis, now_ns)
         cases = _folded(cases, {case.incident.id for case in known}, now_ns)
-    return Judgement(report=report_of(facts, cases), cases=tuple(cases))
+    return Judgement(report=report_of(facts, cases, guarded), cases=tuple(cases), safety=guarded)
 
 
 def judge(facts: Facts, *, levels: Levels | None = None) -> Report:
@@ -237,7 +246,7 @@ def shown(case: Case) -> bool:
     return case.incident.status is not IncidentStatus.DISMISSED
 
 
-def report_of(facts: Facts, cases: Sequence[Case]) -> Report:
+def report_of(facts: Facts, cases: Sequence[Case], guarded: Safety | None = None) -> Report:
     """The report of DESIGN 4. Incidents: the worst first, then the earliest."""
     told = sorted((c for c in cases if shown(c)), key=lambda c: (c.incident.severity, c.first_step))
     return Report(
@@ -248,6 +257,8 @@ def report_of(facts: Facts, cases: Sequence[Case]) -> Report:
         ranks_seen=len(facts.ranks),
         ranks_expected=facts.ranks_expected,
         quality=facts.quality,
+        breakers=guarded.moved if guarded else (),
+        rules=guarded.broken if guarded else (),
     )
 
 

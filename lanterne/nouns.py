@@ -372,6 +372,30 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerState:
+    """Whether a process group may be trusted: ``closed``, ``open`` or ``half_open`` (docs/detectors.md)."""
+
+    group: str
+    state: str
+    since_step: int | None = None
+    opened_times: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What a service rule measured and whether it is broken. ``value`` and ``threshold`` share ``unit``."""
+
+    rule: str
+    broken: bool
+    value: float
+    threshold: float
+    unit: str
+    says: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The product. One JSON schema for CLI, REST and files (docs/report.schema.json)."""
 
@@ -382,6 +406,8 @@ class Report:
     ranks_seen: int = 0
     ranks_expected: int = 0
     quality: Quality = Quality()
+    breakers: Sequence[BreakerState] = ()  # those that moved; the rest are closed
+    rules: Sequence[Ruling] = ()  # those that are broken
 
 
 REPORT_SCHEMA = "lanterne.report/1"

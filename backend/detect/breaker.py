@@ -8,13 +8,14 @@ A breaker is no alarm: it keeps a healer's hands off a group, while ``communicat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
-from lanterne.causal.facts import Facts
+from lanterne.causal.facts import Facts, FloatArray, IntArray
+from lanterne.nouns import BreakerState, EventName
 
 FAILURES = 3
 WINDOW_S = 300.0
@@ -25,6 +26,7 @@ BASELINE_CALLS = 20
 """Calls that make a group's baseline: their median, and nothing is judged before."""
 FLOOR_MS = 15.0
 """A transfer shorter than this is no failure, whatever it is a multiple of."""
+CHANGES_MAX = 200
 
 
 class Position(StrEnum):
@@ -112,51 +114,137 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """The breakers of a window by group, with the moves that led there."""
+    """The breakers by group, the moves that led there, and what the next window goes on from.
 
-    breakers: dict[str, Breaker] = field(default_factory=dict)
+    ``baselines``: (group, kind of call) -> its first transfers in ms; ``until``: group -> last sequence judged;
+    ``told_ns``: job time up to which failures were counted.
+    """
+
+    breakers: Mapping[str, Breaker] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    baselines: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
+    until: Mapping[str, int] = field(default_factory=dict)
+    told_ns: int = -1
+
+    def states(self) -> list[BreakerState]:
+        """The breakers for people, the open ones first."""
+        last = {change.group: change for change in self.changes}
+        found = [
+            BreakerState(
+                group=group, state=breaker.position.value, since_step=last[group].step if group in last else None,
+                opened_times=breaker.opened_times, why=breaker.why,
+            )
+            for group, breaker in self.breakers.items()
+        ]  # fmt: skip
+        order = [Position.OPEN.value, Position.HALF_OPEN.value, Position.CLOSED.value]
+        return sorted(found, key=lambda b: (order.index(b.state), -b.opened_times, b.group))
 
 
-def board(facts: Facts) -> Board:
-    """Run the collectives of a window through one breaker a group. Calls without a time are placed by their step."""
+def board(facts: Facts, before: Board | None = None) -> Board:
+    """Run what is new since ``before`` through one breaker a group. Calls without a time are placed by their step.
+
+    A call's transfer is its fastest member's (the others' waits are no transfer). Calls of a group are of one kind
+    when operation and size (within a fifth) agree. Failures are mismatches and standstills inside a call.
+    """
+    old = before or Board()
     w = facts.waits
-    breakers: dict[str, Breaker] = {}
-    changes: list[Change] = []
-    if not len(w.step) or not len(facts.step_start_ns):
-        return Board()
-    start_s = (facts.step_start_ns - facts.step_start_ns[0]) / 1e9
-    for g, group in enumerate(w.group):
-        state = Breaker()
-        for step, at_s, took, usual in _calls(facts, g, start_s):
-            before = state.position
-            state = observed(state, at_s, took, usual)
-            if state.position is not before:
-                changes.append(Change(group=group, step=step, at_s=at_s, position=state.position, why=state.why))
-        end = at(state, (facts.now_ns - int(facts.step_start_ns[0])) / 1e9) if facts.now_ns else state
-        breakers[group] = end
-    return Board(breakers=breakers, changes=tuple(sorted(changes, key=lambda c: c.at_s)))
+    if not len(facts.step_start_ns):
+        return old
+    breakers, until, baselines = dict(old.breakers), dict(old.until), dict(old.baselines)
+    changes = list(old.changes)
+    for calls in _fresh(facts, old):
+        group = w.group[calls.group]
+        usual = _usual(baselines, group, calls)
+        state = breakers.get(group, Breaker())
+        slow = (calls.took_ms > RATIO * usual) & (calls.took_ms >= FLOOR_MS)
+        if slow.any() or state.position is not Position.CLOSED or state.slow_in_a_row:
+            state = _through(state, group, calls, usual, changes)
+        breakers[group], until[group] = state, int(calls.sequence[-1])
+    for group, step, at_s in _failures(facts, old.told_ns):
+        was = breakers.get(group, Breaker())
+        breakers[group] = failed(was, at_s)
+        _note(changes, group, step, at_s, was, breakers[group])
+    now_s = facts.now_ns / 1e9
+    told = max((e.job_ns for e in facts.events), default=old.told_ns)
+    return Board(
+        breakers={g: at(b, now_s) for g, b in breakers.items()} if facts.now_ns else breakers,
+        changes=tuple(sorted(changes, key=lambda c: c.at_s))[-CHANGES_MAX:], baselines=baselines, until=until,
+        told_ns=max(told, old.told_ns),
+    )  # fmt: skip
 
 
-def _calls(facts: Facts, g: int, start_s: np.ndarray) -> Iterable[tuple[int, float, float, float]]:
-    """(step, time s, transfer ms, baseline ms) of a group's calls in order; one baseline a size of call."""
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """New calls of one group in order; arrays [N]."""
+
+    group: int
+    sequence: IntArray
+    step: IntArray
+    at_s: FloatArray
+    took_ms: FloatArray
+    kind: IntArray
+
+
+def _fresh(facts: Facts, old: Board) -> Iterator[_Calls]:
     w = facts.waits
-    mine = np.flatnonzero((w.group_index == g) & np.isfinite(w.transfer_ms) & (w.step >= 0))
-    if not len(mine):
+    if not len(w.step):
         return
-    order = mine[np.argsort(w.sequence[mine], kind="stable")]
-    first = np.flatnonzero(np.diff(w.sequence[order], prepend=-1))
-    took = np.minimum.reduceat(w.transfer_ms[order], first)  # the fastest member's: the others' waits are not transfer
-    steps, sizes = w.step[order][first], w.bytes[order][first]
-    row = np.searchsorted(facts.steps, steps)
-    for size in np.unique(sizes):
-        if (sizes == size).sum() <= BASELINE_CALLS:
-            sizes = np.where(sizes == size, -1, sizes)  # too few of the kind: no baseline of its own
-    baseline = {int(s): float(np.median(took[sizes == s][:BASELINE_CALLS])) for s in np.unique(sizes) if s >= 0}
-    seen: dict[int, int] = {}
-    for i in range(len(took)):
-        size = int(sizes[i])
-        seen[size] = seen.get(size, 0) + 1
-        usual = baseline.get(size, float("nan")) if seen[size] > BASELINE_CALLS else float("nan")
-        at_s = float(start_s[row[i]]) if row[i] < len(start_s) else float(start_s[-1])
-        yield int(steps[i]), at_s, float(took[i]), usual
+    until = np.array([old.until.get(group, -1) for group in w.group], np.int64)
+    rows = np.flatnonzero((w.step >= 0) & np.isfinite(w.transfer_ms) & (w.sequence > until[w.group_index]))
+    if not len(rows):
+        return
+    rows = rows[np.lexsort((w.sequence[rows], w.group_index[rows]))]
+    group, sequence = w.group_index[rows], w.sequence[rows]
+    first = np.flatnonzero((np.diff(group, prepend=-1) != 0) | (np.diff(sequence, prepend=-1) != 0))
+    took = np.minimum.reduceat(w.transfer_ms[rows], first)
+    head = rows[first]
+    row = np.clip(np.searchsorted(facts.steps, w.step[head]), 0, len(facts.step_start_ns) - 1)
+    at_s = facts.step_start_ns[row] / 1e9
+    op = w.op_index[head] if len(w.op_index) else np.zeros(len(head), np.int64)
+    kind = op * 1_000 + np.round(2 * np.log2(np.maximum(w.bytes[head], 1))).astype(np.int64)
+    edges = np.flatnonzero(np.diff(w.group_index[head], prepend=-1))
+    for part in np.split(np.arange(len(head)), edges[1:]):
+        yield _Calls(
+            int(w.group_index[head[part[0]]]), w.sequence[head[part]], w.step[head[part]], at_s[part], took[part],
+            kind[part],
+        )  # fmt: skip
+
+
+def _usual(baselines: dict[tuple[str, int], tuple[float, ...]], group: str, calls: _Calls) -> FloatArray:
+    """The baseline of each call in ms, NaN while its kind has none; takes the first calls of a kind into it."""
+    usual = np.full(len(calls.took_ms), np.nan)
+    for kind in np.unique(calls.kind):
+        mine = np.flatnonzero(calls.kind == kind)
+        known = baselines.get((group, int(kind)), ())
+        lacking = BASELINE_CALLS - len(known)
+        if lacking > 0:
+            known = (*known, *calls.took_ms[mine[:lacking]].tolist())
+            baselines[group, int(kind)] = known
+            mine = mine[lacking:]
+        if len(mine):
+            usual[mine] = float(np.median(known))
+    return usual
+
+
+def _through(state: Breaker, group: str, calls: _Calls, usual: FloatArray, changes: list[Change]) -> Breaker:
+    for i in range(len(calls.took_ms)):
+        at_s = float(calls.at_s[i])
+        was, state = state, observed(state, at_s, float(calls.took_ms[i]), float(usual[i]))
+        _note(changes, group, int(calls.step[i]), at_s, was, state)
+    return state
+
+
+def _note(changes: list[Change], group: str, step: int, at_s: float, was: Breaker, now: Breaker) -> None:
+    if now.position is not was.position:
+        changes.append(Change(group=group, step=step, at_s=at_s, position=now.position, why=now.why))
+
+
+def _failures(facts: Facts, told_ns: int) -> list[tuple[str, int, float]]:
+    """(group, step, time s) of calls that failed after ``told_ns``: each standstill or mismatch of a call once."""
+    seen: dict[tuple[str, int], tuple[str, int, float]] = {}
+    for event in facts.events:
+        group = str(event.attributes.get("group", ""))
+        stuck = event.name == EventName.STALL and event.attributes.get("waiting") is True
+        if group and event.job_ns > told_ns and (stuck or event.name == "collective_mismatch"):
+            seen.setdefault((group, event.step), (group, event.step, event.job_ns / 1e9))
+    return list(seen.values())

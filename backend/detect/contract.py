@@ -8,14 +8,13 @@ the run's own baseline and stand in the other files of this folder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from lanterne.backend.detect.base import MAD_TO_SIGMA, median
 from lanterne.causal.facts import Facts, FloatArray
-from lanterne.nouns import EventName
+from lanterne.nouns import EventName, Ruling
 
 LIVENESS = 0.9995
 LIVENESS_SAMPLES = 60
@@ -33,30 +32,18 @@ RETURN_SHARE = {"float16": 1e-4, "float8_e4m3": 5e-3}
 """Overflow-plus-underflow share below which a format may be taken up again (the seed contract)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ruling:
-    """What a rule measured and whether it is broken. ``value`` and ``threshold`` share ``unit``."""
+def liveness(shares: FloatArray) -> Ruling | None:
+    """Share of ranks that live, one sample a second: broken when the last 60 all lie below 99.95%.
 
-    rule: str
-    broken: bool
-    value: float
-    threshold: float
-    unit: str
-    says: str
-
-
-def liveness(answered: Sequence[bool]) -> Ruling | None:
-    """Share of one-second samples that were answered, over the last 60; None before there are as many.
-
-    One missed sample of 60 is 98.3%: with this window the rule means that none may be missed.
+    ``shares`` [N], NaN = not measured (such a second breaks the row). None before there are 60 samples.
     """
-    last = list(answered)[-LIVENESS_SAMPLES:]
-    if len(last) < LIVENESS_SAMPLES:
+    last = np.asarray(shares, np.float64)[-LIVENESS_SAMPLES:]
+    if len(last) < LIVENESS_SAMPLES or not np.isfinite(last[-1]):
         return None
-    share = sum(last) / len(last)
     return Ruling(
-        rule="liveness", broken=share < LIVENESS, value=share, threshold=LIVENESS, unit="1",
-        says=f"{share:.2%} of the last {LIVENESS_SAMPLES} one-second samples were answered",
+        rule="liveness", broken=bool((last < LIVENESS).all()), value=float(last[-1]), threshold=LIVENESS, unit="1",
+        says=f"{last[-1]:.2%} of the ranks live; below {LIVENESS:.2%} in {int((last < LIVENESS).sum())} of the last "
+        f"{LIVENESS_SAMPLES} seconds",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import Levels, events, finding, median, robust_scale, step_at
+from lanterne.backend.detect.base import WARM_UP_STEPS, Levels, events, finding, median, robust_scale, step_at
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -27,12 +27,18 @@ QUANTILE = 0.995
 QUANTILE_STEPS = 3
 QUANTILE_RISE = 1.5
 VARIANCE_SIGMAS = 15.0
+VARIANCE_WIDTH = 20
+VARIANCE_WINDOWS = 10
+VARIANCE_TRIM = 2
+"""Largest deviations of a window that do not count: a single bad batch is ``loss_spike``'s matter."""
+VARIANCE_RISE = 4.0
+"""Times the largest variance seen before: the history of a heavy-tailed loss has no use for sigmas alone."""
 
 
 def detect(facts: Facts, levels: Levels | None = None) -> list[Anomaly]:
     levels = levels or Levels()
     bad = nonfinite(facts)
-    return [*bad, *spikes(facts, levels), *gradient_level(facts, levels), *vanishing(facts)]
+    return [*bad, *spikes(facts, levels), *gradient_level(facts, levels), *vanishing(facts), *variance(facts)]
 
 
 def _amp_skipped(facts: Facts) -> set[int]:
@@ -280,3 +286,37 @@ def vanishing(facts: Facts) -> list[Anomaly]:
             fired_by="level",
         )
     ]
+
+
+def _variances(windows: FloatArray) -> FloatArray:
+    """Variance of each row of [N, W] about its own straight line, without its few largest deviations."""
+    t = np.arange(windows.shape[1]) - (windows.shape[1] - 1) / 2
+    centred = windows - windows.mean(axis=1, keepdims=True)
+    squares = np.sort((centred - (centred @ t / (t @ t))[:, None] * t) ** 2, axis=1)
+    return np.asarray(squares[:, :-VARIANCE_TRIM].mean(axis=1), np.float64)
+
+
+def variance(facts: Facts) -> list[Anomaly]:
+    """Loss variance of a window beyond mean + 15 sigma of the windows before it, and four times their largest."""
+    loss = median(facts.get("loss"), axis=1) if len(facts.ranks) else np.zeros(0)
+    rows = np.flatnonzero(np.isfinite(loss))[WARM_UP_STEPS:]
+    count = len(rows) // VARIANCE_WIDTH
+    if count <= VARIANCE_WINDOWS:
+        return []
+    rows = rows[-count * VARIANCE_WIDTH :].reshape(count, VARIANCE_WIDTH)
+    spread = _variances(loss[rows])
+    for k in range(VARIANCE_WINDOWS, count):
+        before = spread[:k]
+        bound = max(before.mean() + VARIANCE_SIGMAS * before.std(), VARIANCE_RISE * before.max())
+        if spread[k] > bound > 0:
+            first, value = int(facts.steps[rows[k, 0]]), float(np.sqrt(spread[k]))
+            return [
+                finding(
+                    facts, "loss_variance",
+                    f"the loss scatters by {value:.3g} in the {VARIANCE_WIDTH} steps from step {first} "
+                    f"({float(np.sqrt(before.mean())):.3g} before)",
+                    severity=Severity.P0, first=first, last=int(facts.steps[rows[-1, -1]]),
+                    score=float(spread[k] / bound), value=value, unit="1", baseline=float(np.sqrt(before.mean())),
+                )
+            ]  # fmt: skip
+    return []

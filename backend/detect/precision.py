@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lanterne.backend.detect.base import attribute, events, finding, median
+from lanterne.backend.detect.contract import scaler_misuse
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -14,6 +15,8 @@ SETTLING_STEPS = 10
 """A scaler that starts too high halves itself for the first steps."""
 SCALE_FLOOR = 1.0
 COLLAPSE = 64.0
+AMP_CALLS = "amp_calls"
+"""Event of the collector that tells a step's order of calls; see :func:`contract.scaler_misuse` for the names."""
 
 
 def detect(facts: Facts) -> list[Anomaly]:
@@ -21,7 +24,29 @@ def detect(facts: Facts) -> list[Anomaly]:
     for event in events(facts, EventName.OVERFLOW):
         skipped.setdefault(event.step, set()).add(event.rank)
     steps = np.array(sorted(s for s in skipped if s >= SETTLING_STEPS), np.int64)
-    return [*_repeated(facts, skipped, steps), *_collapse(facts, steps)]
+    return [*_repeated(facts, skipped, steps), *_collapse(facts, steps), *misuse(facts)]
+
+
+def misuse(facts: Facts) -> list[Anomaly]:
+    """A step whose calls around the gradient scaler stand in a wrong order (``amp_calls``: ``calls`` = names, commas).
+
+    The first step is left out where others are told: compilation and warm-up loops call what they like.
+    """
+    told = [e for e in events(facts, AMP_CALLS) if e.attributes.get("calls")]
+    later = [e for e in told if e.step > 0] or told
+    for event in later:
+        wrong = scaler_misuse([c.strip() for c in str(event.attributes["calls"]).split(",")])
+        if wrong:
+            alike = {e.rank for e in later if e.attributes["calls"] == event.attributes["calls"]}
+            return [
+                finding(
+                    facts, "scaler_misuse", f"mixed precision is used wrongly: {'; '.join(wrong)}",
+                    severity=Severity.P1, first=event.step, last=max(e.step for e in later), score=float(len(wrong)),
+                    rank=event.rank if len(alike) == 1 < len(facts.ranks) else None, at_ns=event.job_ns,
+                    fired_by="event",
+                )
+            ]  # fmt: skip
+    return []
 
 
 def _repeated(facts: Facts, skipped: dict[int, set[int]], steps: np.ndarray) -> list[Anomaly]:

@@ -13,10 +13,37 @@ from lanterne.nouns import Anomaly, AttributeValue, EventName, Severity
 RELATIVE = 1e-7
 """Replicas of one parameter are bit-equal after a synchronous step; this only absorbs the sum's own rounding."""
 CONFIRM = 2
+OPTIMIZER_STATE = "optimizer_state"
+OPTIMIZER_KEYS = ("betas", "eps", "weight_decay", "momentum", "step_count")
 
 
 def detect(facts: Facts) -> list[Anomaly]:
-    return [*divergence(facts), *seeds(facts)]
+    return [*divergence(facts), *seeds(facts), *optimizer(facts)]
+
+
+def optimizer(facts: Facts) -> list[Anomaly]:
+    """Optimizer settings that replicas must share (betas, eps, weight decay, step count), as told in one step."""
+    said: dict[tuple[int, str], dict[int, AttributeValue]] = defaultdict(dict)
+    for event in events(facts, OPTIMIZER_STATE):
+        for key in OPTIMIZER_KEYS:
+            if key in event.attributes:
+                said[event.step, key][event.rank] = event.attributes[key]
+    for (step, key), values in sorted(said.items()):
+        if len(values) < 3:
+            continue
+        common, count = Counter(values.values()).most_common(1)[0]
+        odd = sorted(r for r, v in values.items() if v != common)
+        if odd and len(odd) <= max(1, len(values) // 3) and count > len(values) / 2:
+            return [
+                finding(
+                    facts, "optimizer_mismatch",
+                    f"{key} of the optimizer of rank {', '.join(map(str, odd))} is {values[odd[0]]} at step {step}, "
+                    f"the others have {common}",
+                    severity=Severity.P1, first=step, last=max(s for s, _ in said), score=float(count),
+                    rank=odd[0] if len(odd) == 1 else None, fired_by="event",
+                )
+            ]  # fmt: skip
+    return []
 
 
 def divergence(facts: Facts) -> list[Anomaly]:
