@@ -17,7 +17,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from lanterne.backend.store.control import ControlStore
 from lanterne.clock import Clock, SystemClock
 from lanterne.errors import LanterneError, UsageError
 from lanterne.nouns import Incident, IncidentStatus
+from lanterne.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class Target:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise UsageError(f"alerts: {self.url[:80]!r} is not an http(s) address without a user name")
+
+    @property
+    def host(self) -> str:
+        """Host and port; the rest of the address may be a secret (Slack's is)."""
+        return urlsplit(self.url).netloc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +208,24 @@ def send(target: Target, body: Mapping[str, Any]) -> None:
         raise LanterneError(f"alerts: {parts.hostname} answered {answer.status_code}")
 
 
+def _key(incident: Incident) -> tuple[str, ...]:
+    """What makes it news: that it is over, or its severity and first cause."""
+    if incident.status in OVER:
+        return ("over",)
+    return ("open", str(incident.severity), str(incident.causes[0].category) if incident.causes else "")
+
+
+def targets_of(settings: ServerSettings) -> tuple[Target, ...]:
+    """The targets of ``LANTERNE_ALERTS``: ``form=address`` entries, spaces between. Raises :class:`UsageError`."""
+    found = []
+    for entry in settings.alerts.split():
+        form, sign, url = entry.partition("=")
+        if not sign:
+            raise UsageError(f"alerts: {entry[:80]!r} is not FORM=ADDRESS, for example slack=https://hooks.slack.com/…")
+        found.append(Target(url=url, format=form, secret=settings.alert_secret, allow_private=settings.alert_private))
+    return tuple(found)
+
+
 @dataclass(slots=True)
 class _Told:
     key: tuple[str, ...]
@@ -230,6 +254,7 @@ class Alerter:
         self.clock: Clock = clock or SystemClock()
         self.counts = Counts()
         self._told: dict[str, _Told] = {}
+        self._silenced: dict[str, tuple[str, ...]] = {}
         self._queue: queue.Queue[Alert] = queue.Queue(QUEUE_MAX)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -245,22 +270,28 @@ class Alerter:
             self._thread.join(timeout=2 * TIMEOUT_S)
             self._thread = None
 
+    def remember(self, incidents: Iterable[Incident]) -> None:
+        """Incidents that an earlier life of the server has told already: they are news again only when they change."""
+        for incident in incidents:
+            self._told.setdefault(incident.id, _Told(_key(incident), self.clock.unix_ns()))
+
     def notify(self, incident: Incident, job: str, *, fingerprint: str = "", says: str = "") -> bool:
         """Queue an alert when there is something new to tell; whether it was queued. Never blocks on the network.
 
-        Only incidents with a severity that a target takes count; a resolution is told only when the opening was.
+        Only incidents with a severity that a target takes count; a resolution is told only when the opening was. May be
+        asked again and again: an incident that is silenced is told when the silence is over.
         """
         if not any(str(incident.severity) in t.severities for t in self.targets):
             return False
         first = str(incident.causes[0].category) if incident.causes else ""
-        over = incident.status in OVER
-        key = ("over",) if over else ("open", str(incident.severity), first)
+        over, key = incident.status in OVER, _key(incident)
         told, now = self._told.get(incident.id), self.clock.unix_ns()
         if (told is None and over) or (told is not None and told.key == key and not self._again(told, over, now)):
             return False
         fingerprint = fingerprint or incident.id
         if any(s.fingerprint == fingerprint for s in self.control.silences(job)):
-            self.counts.silenced += told is None or told.key != key
+            self.counts.silenced += self._silenced.get(incident.id) != key
+            self._silenced[incident.id] = key
             return False
         try:
             self._queue.put_nowait(Alert(job=job, incident=incident, fingerprint=fingerprint, says=says or first))
@@ -268,8 +299,10 @@ class Alerter:
             self.counts.dropped += 1
             return False
         self._told[incident.id] = _Told(key, now)
-        while len(self._told) > 10 * QUEUE_MAX:
-            self._told.pop(next(iter(self._told)))
+        self._silenced.pop(incident.id, None)
+        for remembered in (self._told, self._silenced):
+            while len(remembered) > 10 * QUEUE_MAX:
+                remembered.pop(next(iter(remembered)))
         return True
 
     @staticmethod

@@ -16,7 +16,21 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
-from lanterne.backend.api import admin, commands, incidents, jobs, live, metrics, problems, shapes, sla, steps, system
+from lanterne.backend.alerts import Alerter, targets_of
+from lanterne.backend.api import (
+    admin,
+    commands,
+    incidents,
+    jobs,
+    live,
+    metrics,
+    problems,
+    safety,
+    shapes,
+    sla,
+    steps,
+    system,
+)
 from lanterne.backend.api.context import Context
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.news import News
@@ -57,8 +71,10 @@ class Parts:
     tracker: Tracker
     keeper: Keeper
     grpc: GrpcServer | None
+    alerter: Alerter
 
     def start(self) -> None:
+        self.alerter.start()
         self.runner.start()
         self.tracker.start()
         self.keeper.start()
@@ -74,6 +90,7 @@ class Parts:
         self.intake.close()
         self.keeper.close()
         self.runner.stop()
+        self.alerter.stop()
         self.tracker.stop()
         self.news.close()
         self.context.store.close()
@@ -81,19 +98,28 @@ class Parts:
 
 
 def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
-    """Migrate and open the stores and build what works on them. Raises :class:`StoreUnavailable`."""
+    """Migrate and open the stores and build what works on them.
+
+    Raises :class:`StoreUnavailable`, and :class:`UsageError` for an alert target that is none.
+    """
+    targets = targets_of(settings)
     migrate.upgrade(settings, branch="control")
     control = ControlStore.open(settings, clock=clock)
+    alerter = Alerter(control, targets, link=settings.alert_link, clock=clock)
     store = EventStore.open(settings, clock=clock)
     hub = Hub()
-    context = Context(store=store, control=control, settings=settings, hub=hub, clock=clock)
+    runner = LiveRunner(store, control, settings, clock=clock, alerter=alerter)
+    context = Context(
+        store=store, control=control, settings=settings, hub=hub, clock=clock, alerter=alerter, safety=runner.safety
+    )
     intake = Intake(store, control)
     return Parts(
         context=context,
         intake=intake,
         otlp=Otlp(intake),
         news=News(store, control, hub),
-        runner=LiveRunner(store, control, settings, clock=clock),
+        runner=runner,
+        alerter=alerter,
         tracker=Tracker(store, control),
         keeper=Keeper(store, settings, clock),
         grpc=GrpcServer(intake, control, settings) if settings.grpc_port else None,
@@ -112,7 +138,7 @@ def rest_app(context: Context) -> FastAPI:
     )
     app.state.context = context
     api = APIRouter(prefix="/api/v1")
-    for part in (jobs, metrics, steps, incidents, commands, sla, live, admin):
+    for part in (jobs, metrics, steps, incidents, safety, commands, sla, live, admin):
         api.include_router(part.router)
     app.include_router(api)
     app.include_router(system.router)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Judgement:
 
     report: Report
     cases: tuple[Case, ...]
-    safety: Safety = Safety()
+    safety: Safety = field(default_factory=Safety)
 
 
 def evaluate(

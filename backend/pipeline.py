@@ -15,9 +15,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from lanterne.backend import dispatch
+from lanterne.backend.alerts import Alerter
 from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
 from lanterne.backend.align.facts import assemble, read_window
 from lanterne.backend.align.frame import Frame
+from lanterne.backend.detect import heartbeat
+from lanterne.backend.detect.heartbeat import Beats
+from lanterne.backend.detect.safety import Safety
 from lanterne.backend.incidents import FOLDED, Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
 from lanterne.backend.policy import Door, defaults
@@ -42,9 +46,15 @@ IDLE_CHECK_S = 2.0
 ACTIVE_S = 900.0
 """Jobs silent for longer are left alone until they speak again."""
 CLOCKS_EVERY_S = 5.0
+BEATS_EVERY_S = 1.0
 LIVE_STEPS = 400
 WHOLE_STEPS = 2_000
 """Steps of the report of a whole attempt; earlier incidents come from the control store."""
+
+_BEATS = """
+SELECT rank, received_ns, time_ns, step FROM logs
+WHERE job = ? AND attempt = ? AND name = 'heartbeat' AND rank >= 0 AND received_ns > ? ORDER BY received_ns
+"""
 
 React = Callable[[Incident, Facts], Incident | None]
 """The policy's door: given an incident and the facts, decide and dispatch; returns the incident with its new
@@ -60,6 +70,9 @@ class _Watched:
     waits_until: int | None = None
     clock_at_ns: int = 0
     last_ns: int = 0
+    beats: Beats = field(default_factory=Beats)
+    beats_at_ns: int = 0
+    safety: Safety | None = None
 
 
 class LiveRunner:
@@ -73,10 +86,12 @@ class LiveRunner:
         *,
         clock: Clock | None = None,
         react: React | None = None,
+        alerter: Alerter | None = None,
     ) -> None:
         self.store, self.control, self.settings = store, control, settings
         self.clock: Clock = clock or SystemClock()
         self.react: React = react or Door(control, store, settings, self.clock)
+        self.alerter = alerter
         self.evaluations = 0
         self._dirty: set[tuple[str, int]] = set()
         self._watched: dict[tuple[str, int], _Watched] = {}
@@ -167,19 +182,38 @@ class LiveRunner:
         watched = self._watched.get(key)
         if watched is None:
             watched = self._watched[key] = _Watched(cases=known_cases(self.control, job, attempt))
+            if self.alerter is not None:
+                self.alerter.remember(case.incident for case in watched.cases)
         now = self.clock.unix_ns()
         frame = read_window(self.store, job, attempt, LIVE_STEPS)
         frame, seen_ns = _until_ended(self.control, frame, now)
         expected = _world_size(self.control, job, attempt)
         facts, clocks = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
-        judgement = evaluate(facts, watched.cases, now_ns=now)
+        beats = self._heard(job, attempt, watched, now)
+        judgement = evaluate(facts, watched.cases, now_ns=now, beats=beats, before=watched.safety)
+        watched.safety = judgement.safety
         settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
         watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
         watched.last_ns = now
         self._keep_waits(job, attempt, watched, facts)
         self._keep_clocks(job, attempt, watched, facts, clocks)
         self.evaluations += 1
-        return Judgement(report=report_of(facts, watched.cases), cases=tuple(watched.cases))
+        report = report_of(facts, watched.cases, watched.safety)
+        return Judgement(report=report, cases=tuple(watched.cases), safety=judgement.safety)
+
+    def safety(self, job: str, attempt: int) -> Safety | None:
+        """Breakers and service rules of an attempt as of its last evaluation; None where there was none yet."""
+        watched = self._watched.get((job, attempt))
+        return None if watched is None else watched.safety
+
+    def _heard(self, job: str, attempt: int, watched: _Watched, now_ns: int) -> Beats:
+        """The heartbeats with those that came since the last look, at most once a second."""
+        if now_ns - watched.beats_at_ns >= BEATS_EVERY_S * 1e9:
+            since = max(watched.beats.newest_ns, now_ns - int(heartbeat.KEPT_S * 1e9))
+            found = self.store.query(_BEATS, [job, attempt, since])
+            columns = [found.column(name).to_numpy().astype(np.int64) for name in found.column_names]
+            watched.beats, watched.beats_at_ns = heartbeat.joined(watched.beats, *columns), now_ns
+        return watched.beats
 
     def _settle(self, job: str, attempt: int, watched: _Watched, case: Case, facts: Facts) -> Case:
         """Save a case that changed, then hand it to the policy and save what that did."""
@@ -195,11 +229,17 @@ class LiveRunner:
 
     def _save(self, job: str, attempt: int, watched: _Watched, case: Case) -> None:
         if watched.saved.get(case.incident.id) == case.incident:
+            self._announce(job, case)  # still open after hours, or its silence is over
             return
         self.control.save_incident(job, attempt, case.incident, fingerprint=case.fingerprint, verdict=sentence(case))
         if case.diagnosis is not None:
             self.control.save_graph(case.incident.id, graph_of(case.diagnosis))
         watched.saved[case.incident.id] = case.incident
+        self._announce(job, case)
+
+    def _announce(self, job: str, case: Case) -> None:
+        if self.alerter is not None:
+            self.alerter.notify(case.incident, job, fingerprint=case.fingerprint, says=sentence(case))
 
     def _keep_waits(self, job: str, attempt: int, watched: _Watched, facts: Facts) -> None:
         """Append the waits of steps that all ranks have finished, once each, for the API's views."""
@@ -335,7 +375,9 @@ def report(
     stored = {record.incident.id: record for record in control.incidents(job, attempt=chosen)}
     cases = [_merged(case, stored.get(case.incident.id)) for case in judgement.cases]
     first = int(facts.steps[0]) if len(facts.steps) else 0
-    return report_of(facts, [*_led_here(control, job, chosen), *(case for case in cases if _stands(case, first))])
+    return report_of(
+        facts, [*_led_here(control, job, chosen), *(case for case in cases if _stands(case, first))], judgement.safety
+    )
 
 
 def _led_here(control: ControlStore, job: str, attempt: int) -> list[Case]:

@@ -183,17 +183,20 @@ def simulate(
 
 @app.command()
 def sla(
-    job: Annotated[str, typer.Argument(help="Job id.")],
+    job: Annotated[str, typer.Argument(help="Job id; left out: the whole fleet.")] = "",
     url: Annotated[str, typer.Option(help="The server.", envvar="LANTERNE_URL")] = "http://127.0.0.1:4318",
+    since: Annotated[str, typer.Option("--from", help="RFC 3339 or Unix seconds; default the beginning.")] = "",
+    until: Annotated[str, typer.Option("--to", help="The same; default now.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Objectives, error budget, goodput and badput of a job.
+    """Objectives, error budget, goodput and badput of a job, or of all jobs.
 
     Example: `lanterne sla my-job --json`
     """
     httpx = need("httpx")
+    window = {name: value for name, value in (("from", since), ("to", until)) if value}
     try:
-        answer = httpx.get(f"{url}/api/v1/jobs/{job}/sla", timeout=30.0)
+        answer = httpx.get(f"{url}/api/v1/{f'jobs/{job}/' if job else ''}sla", params=window, timeout=30.0)
     except httpx.HTTPError as error:
         raise LanterneError(f"{url} does not answer ({error}); is `lanterne serve` running there?") from error
     if answer.status_code != 200:

@@ -81,6 +81,11 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         if len(symptoms) > 8:
             console.print(Text(f"   … and {len(symptoms) - 8} more symptoms (see --json)", style="dim"))
         _ledger(console, incident.get("ledger") or {})
+    for breaker in report.get("breakers") or []:
+        why = f": {breaker['why']}" if breaker["why"] else ""
+        console.print(Text(f"breaker of group {breaker['group']}: {breaker['state']}{why}", style="yellow"))
+    for rule in report.get("rules") or []:
+        console.print(Text(f"rule {rule['rule']} is broken: {rule['says']}", style="yellow"))
     quality = report.get("quality") or {}
     line = f"{report.get('ranks_seen', 0)} of {report.get('ranks_expected', 0)} ranks seen"
     if quality.get("missing_ranks"):
@@ -105,6 +110,8 @@ def print_sla(body: dict[str, Any], console: Console) -> None:
             {True: "yes", False: "NO", None: "?"}[row.get("met")],
         )  # fmt: skip
     console.print(table)
+    if body.get("jobs") is not None:
+        console.print(f"{body['jobs']} jobs, {body.get('gpu_hours') or 0.0:,.1f} GPU-hours")
     goodput = body.get("goodput") or {}
     if goodput.get("productive_s") is not None:
         console.print(f"productive {goodput['productive_s']:,.0f} s")

@@ -92,6 +92,14 @@ class ServerSettings:
     memory_limit: str = "4GB"
     policy: str = "suggest"
     """Ceiling over all policies: ``observe``, ``suggest``, ``approve`` or ``auto``."""
+    alerts: str = ""
+    """Where incidents are told: ``FORM=ADDRESS`` entries with spaces between; FORM: alertmanager, slack or generic."""
+    alert_secret: str = ""
+    """Signs the generic form (HMAC-SHA256). LANTERNE_ALERT_SECRET_FILE reads it from a file."""
+    alert_private: bool = False
+    """Allow targets in loopback, link and private networks."""
+    alert_link: str = ""
+    """Address of the page as people reach it; alerts link to their incident there."""
 
 
 def _convert(name: str, hint: Any, raw: Any) -> Any:

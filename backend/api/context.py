@@ -13,8 +13,10 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Path, Query, Request
 
 from lanterne import limits
+from lanterne.backend.alerts import Alerter
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.problems import Problem
+from lanterne.backend.detect.safety import Safety
 from lanterne.backend.store.access import KEY, Principal
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
@@ -34,6 +36,9 @@ class Context:
     settings: ServerSettings
     hub: Hub
     clock: Clock
+    alerter: Alerter
+    safety: Callable[[str, int], Safety | None]
+    """(job, attempt) -> its breakers and service rules as the live runner left them."""
     heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Room for two ad-hoc queries or diagnoses at a time."""
     _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)

@@ -83,7 +83,8 @@ def job_incidents(
     return _list(context, at.job.id, None, status, limit, cursor)
 
 
-def _incident(context: Context, who: Principal, incident: str) -> IncidentRecord:
+def known_incident(context: Context, who: Principal, incident: str) -> IncidentRecord:
+    """The incident, if this caller may see it. Raises :class:`Problem` (404)."""
     record = context.control.incident(incident)
     if record is None or not who.sees(record.job):
         raise Problem(404, f"there is no incident {incident}")
@@ -93,7 +94,7 @@ def _incident(context: Context, who: Principal, incident: str) -> IncidentRecord
 @router.get("/incidents/{incident}")
 def one_incident(context: Ctx, who: Who, incident: IncidentId) -> dict[str, Any]:
     """The incident with the decision, the commands and the notes about it."""
-    record = _incident(context, who, incident)
+    record = known_incident(context, who, incident)
     decisions = [to_json(d) | {"at": rfc3339(d.at_ns)} for d in context.control.decisions(incident)]
     return show_incident(record) | {
         "decision": decisions[-1] if decisions else None,
@@ -108,14 +109,14 @@ def one_incident(context: Ctx, who: Who, incident: IncidentId) -> dict[str, Any]
 @router.get("/incidents/{incident}/graph")
 def graph(context: Ctx, who: Who, incident: IncidentId) -> dict[str, Any]:
     """Nodes and edges behind the diagnosis; empty lists where none was kept."""
-    _incident(context, who, incident)
+    known_incident(context, who, incident)
     return context.control.graph(incident) or {"nodes": [], "edges": []}
 
 
 @router.post("/incidents/{incident}/status")
 def set_status(context: Ctx, who: Who, incident: IncidentId, change: StatusChange) -> dict[str, Any]:
     """Dismiss or resolve; the note is kept with it."""
-    _incident(context, who, incident)
+    known_incident(context, who, incident)
     record = context.control.set_incident_status(incident, IncidentStatus(change.status))
     if record is None:
         raise Problem(404, f"there is no incident {incident}")
@@ -128,7 +129,7 @@ def set_status(context: Ctx, who: Who, incident: IncidentId, change: StatusChang
 @router.post("/incidents/{incident}/notes", status_code=201)
 def add_note(context: Ctx, who: Who, incident: IncidentId, note: Note) -> dict[str, Any]:
     """Keep a note with the incident."""
-    _incident(context, who, incident)
+    known_incident(context, who, incident)
     context.control.add_note(incident, who.actor, note.says)
     return {"author": who.actor, "says": note.says}
 

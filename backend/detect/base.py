@@ -90,7 +90,7 @@ def risen(values: FloatArray, width: int, floor: float) -> list[int]:
     wide = np.flatnonzero(ranges(values) >= floor)
     if not len(wide) or len(values) < width:
         return []
-    return wide[ranges(sliding_median(values[:, wide], width)) >= floor].tolist()
+    return [int(r) for r in wide[ranges(sliding_median(values[:, wide], width)) >= floor]]
 
 
 def settled(facts: Facts) -> Mask:

@@ -110,8 +110,8 @@ def behind(facts: Facts, beats: Beats) -> dict[int, int]:
             continue
         mine, others = np.flatnonzero(beats.rank == rank), np.flatnonzero(beats.rank != rank)
         at = _corrected(beats, mine)
-        when, steps = _corrected(beats, others), beats.step[others]
-        gaps = [_gap(at[i], int(beats.step[mine[i]]), when, steps) for i in range(len(mine))]
+        when, steps, ranks = _corrected(beats, others), beats.step[others], beats.rank[others]
+        gaps = [_gap(at[i], int(beats.step[mine[i]]), when, steps, ranks) for i in range(len(mine))]
         late = [g for g in gaps[-CONFIRM_BEATS:] if g >= VERSION_GAP]
         if len(late) == CONFIRM_BEATS and min(gaps) < VERSION_GAP:
             found[rank] = int(late[-1])
@@ -126,10 +126,15 @@ def _corrected(beats: Beats, rows: IntArray) -> FloatArray:
     return np.asarray((beats.sent_ns[rows] + shift) / 1e9, np.float64)
 
 
-def _gap(at_s: float, step: int, when_s: FloatArray, steps: IntArray) -> float:
+def _gap(at_s: float, step: int, when_s: FloatArray, steps: IntArray, ranks: IntArray) -> float:
     """Steps by which the others, a second before ``at_s``, were ahead already; 0 where none was heard by then."""
     before = (when_s <= at_s - LAG_S) & (when_s > at_s - LAG_S - 3 * INTERVAL_S)
-    return float(np.median(steps[before]) - step) if before.any() else 0.0
+    if not before.any():
+        return 0.0
+    _, who = np.unique(ranks[before], return_inverse=True)
+    newest = np.zeros(int(who.max()) + 1, np.int64)
+    np.maximum.at(newest, who, steps[before])
+    return float(np.median(newest) - step)
 
 
 def rulings(facts: Facts, beats: Beats) -> list[Ruling]:
@@ -165,17 +170,16 @@ def detect(facts: Facts, beats: Beats) -> list[Anomaly]:
     bound = max(HEARTBEATS_LOST * INTERVAL_S, FLOOR_S, GAPS * _longest_gap(beats))
     lost = sorted(r for r, seconds in silent.items() if seconds > bound)
     step = int(facts.steps[-1]) if len(facts.steps) else 0
-    found = []
-    for rank in lost[:8]:
-        found.append(
-            finding(
-                facts, "heartbeat_lost",
-                f"rank {rank} was last heard {silent[rank]:.0f} s before its peers' newest heartbeat "
-                f"(bound {bound:.1f} s): its process, shipper or host is gone",
-                severity=Severity.P1, first=step, last=step, score=silent[rank] / bound, rank=rank,
-                at_ns=beats.last[rank], value=silent[rank], unit="s", baseline=bound,
-            )
-        )  # fmt: skip
+    found = [
+        finding(
+            facts, "heartbeat_lost",
+            f"rank {rank} was last heard {silent[rank]:.0f} s before its peers' newest heartbeat "
+            f"(bound {bound:.1f} s): its process, shipper or host is gone",
+            severity=Severity.P1, first=step, last=step, score=silent[rank] / bound, rank=rank,
+            at_ns=beats.last[rank], value=silent[rank], unit="s", baseline=bound,
+        )
+        for rank in lost[:8]
+    ]  # fmt: skip
     for rank, gap in behind(facts, beats).items():
         if rank not in lost:
             found.append(

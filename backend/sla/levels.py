@@ -113,16 +113,17 @@ def _notes(record: Record, failed: int, took: Sequence[float]) -> list[str]:
 
 def fleet(
     store: EventStore, control: ControlStore, *, from_ns: int | None = None, to_ns: int | None = None,
-    targets: Targets | None = None, jobs_max: int = 200,
+    targets: Targets | None = None, jobs_max: int = 200, only: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Service levels over the newest ``jobs_max`` jobs that were seen in the window; sums weigh by wall time.
 
-    Keys: jobs, objectives, goodput, mtbf_s, mttr_s, ettr, failures, gpu_hours as in :class:`Report`.
+    ``only``: this job alone. Keys: jobs, and objectives, goodput, mtbf_s, mttr_s, ettr, failures, gpu_hours as in
+    :class:`Report`.
     """
     goals, start, end = targets or Targets(), from_ns or 0, FOR_EVER_NS if to_ns is None else to_ns
     records = [
         read(store, control, job.id, start, end)
-        for job in control.jobs(limit=jobs_max)
+        for job in control.jobs(only=only, limit=jobs_max)
         if job.last_seen_ns >= start and job.first_seen_ns <= end
     ]
     accounts = [account(r.steps, r.lives, r.troubles) for r in records]

@@ -187,3 +187,19 @@ def _checks(
         "replicas_agree": sums["different"] == 1 if sums["sums"] > 1 else None,
         "checkpoint_verified": whole["damaged"] == 0 if whole["verified"] or whole["damaged"] else None,
     }
+
+
+_THROUGHPUT = """
+SELECT median(total) AS rate FROM (
+  SELECT step, sum(value) AS total FROM points
+  WHERE job = $job AND attempt = $attempt AND name = 'training.throughput' AND label = '' AND rank >= 0
+    AND step >= (SELECT quantile_cont(step, 0.1) FROM points
+      WHERE job = $job AND attempt = $attempt AND name = 'training.throughput')
+  GROUP BY step)
+"""
+
+
+def throughput(store: EventStore, job: str, attempt: int) -> float | None:
+    """Samples a second of an attempt: the ranks' rates summed, median over its steps after the first tenth."""
+    rate = store.rows(_THROUGHPUT, {"job": job, "attempt": attempt})[0]["rate"]
+    return float(rate) if rate is not None and np.isfinite(rate) and rate > 0 else None

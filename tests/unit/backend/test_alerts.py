@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from receiver import Receiver
 
-from lanterne.backend.alerts import Alert, Alerter, Target, checked_address, send, slack_body
+from lanterne.backend.alerts import Alert, Alerter, Target, checked_address, send, slack_body, targets_of
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.clock import SimulatedClock
@@ -24,38 +21,6 @@ from lanterne.nouns import Cause, CauseCategory, Incident, IncidentStatus, Sever
 from lanterne.settings import ServerSettings
 
 OPENED = "2026-01-01T00:00:00Z"
-
-
-class Receiver:
-    """Keeps the bodies and headers that came; answers ``status`` (taken from a list first)."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[dict[str, str], bytes]] = []
-        self.answers: list[int] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                status = outer.answers.pop(0) if outer.answers else 200
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("location", outer.url)
-                self.end_headers()
-                outer.got.append(({k.lower(): v for k, v in self.headers.items()}, body))
-
-            def log_message(self, *args: Any) -> None:
-                return
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://localhost:{self.server.server_port}/hook"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def bodies(self, count: int) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + 20
-        while len(self.got) < count and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return [json.loads(body) for _, body in self.got]
 
 
 @pytest.fixture
@@ -191,3 +156,32 @@ def test_a_public_address_passes() -> None:
     assert checked_address("https://1.1.1.1/hook") == "1.1.1.1"
     body = slack_body("j", [Alert(job="j", incident=incident(), fingerprint="f", says="x")])
     assert body["blocks"][0]["type"] == "header"
+
+
+def test_an_open_incident_is_told_when_its_silence_is_over(
+    receiver: Receiver, control: ControlStore, clock: SimulatedClock
+) -> None:
+    alerter = Alerter(control, [target(receiver)], clock=clock)
+    control.add_silence("job", "f", clock.unix_ns() + 10**9)
+    asked = [alerter.notify(incident(), "job", fingerprint="f") for _ in range(3)]
+    clock.advance(2 * 10**9)
+    asked.append(alerter.notify(incident(), "job", fingerprint="f"))
+    assert (asked, alerter.counts.silenced) == ([False, False, False, True], 1)
+
+
+def test_a_restarted_server_does_not_repeat_itself(receiver: Receiver, control: ControlStore) -> None:
+    alerter = Alerter(control, [target(receiver)])
+    alerter.remember([incident()])
+    assert not alerter.notify(incident(), "job")
+    assert alerter.notify(incident(severity=Severity.P0), "job")
+    assert alerter.notify(incident(status=IncidentStatus.RESOLVED), "job")
+
+
+def test_targets_come_from_the_settings() -> None:
+    found = targets_of(ServerSettings(alerts="slack=https://a/b=c  generic=http://h:9/x", alert_secret="s"))
+    assert [(t.format, t.url, t.secret, t.host) for t in found] == [
+        ("slack", "https://a/b=c", "s", "a"), ("generic", "http://h:9/x", "s", "h:9"),
+    ]  # fmt: skip
+    for text in ("https://a/b", "pager=https://a", "slack="):
+        with pytest.raises(UsageError):
+            targets_of(ServerSettings(alerts=text))

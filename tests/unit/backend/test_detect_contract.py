@@ -14,11 +14,13 @@ RNG = np.random.default_rng(5)
 
 
 def test_liveness_over_sixty_samples() -> None:
-    assert contract.liveness([True] * 59) is None
-    good, bad = contract.liveness([False] + [True] * 60), contract.liveness([True] * 59 + [False])
-    assert good is not None
-    assert bad is not None
-    assert (good.broken, bad.broken) == (False, True)
+    low = np.full(70, 0.998)
+    assert contract.liveness(low[:59]) is None
+    assert contract.liveness(np.append(low, np.nan)) is None
+    back = np.append(low, 1.0)
+    hole = np.where(np.arange(70) == 40, np.nan, low)
+    found = [contract.liveness(x) for x in (low, back, hole, np.ones(60))]
+    assert [r is not None and r.broken for r in found] == [True, False, False, False]
 
 
 def test_checkpoint_success_of_the_last_five_minutes() -> None:

@@ -153,6 +153,29 @@ def told(name: str, **attributes: object) -> Facts:
     return facts(series(), [event(name, 1, 150, **attributes)])  # type: ignore[arg-type]
 
 
+def syncing(ms: float, steps: int, rank: int | None = None, first: int = 200) -> Facts:
+    found = series(400)
+    columns = slice(None) if rank is None else rank
+    found["wait_ms"][first : first + steps, columns] += ms
+    found["step_ms"][first : first + steps] += ms if rank is None else 0.0
+    return facts(found)
+
+
+def scattered(sigma: float, steps: int) -> Facts:
+    found = series(400)
+    found["loss"][300 : 300 + steps] += np.random.default_rng(1).normal(0, sigma, (steps, 1))
+    return facts(found)
+
+
+def called(calls: str) -> Facts:
+    return facts(series(), [event("amp_calls", r, 3, calls=calls) for r in range(4)])
+
+
+def optimizers(usual: float, other: float, odd: int = 1) -> Facts:
+    told = [event("optimizer_state", r, 20, betas=f"{other if r < odd else usual},0.999") for r in range(4)]
+    return facts(series(), told)
+
+
 RULES: dict[str, tuple[str, Make, Make]] = {
     "straggler": ("straggler", lambda: late(60), lambda: late(6)),
     "straggler, not for one bad step": ("straggler", lambda: late(60), lambda: late(60, steps=slice(100, 103))),
@@ -217,6 +240,30 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: put("grad_norm", slice(AT, None), 1e-8),
         lambda: put("grad_norm", slice(AT, AT + 5), 1e-8),
     ),
+    "sync delay": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(1500, 2)),
+    "sync delay under the level": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(600, 10)),
+    "sync that always takes long": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(1500, 400, first=0)),
+    "sync skew": ("sync_skew", lambda: syncing(200, 10, rank=1), lambda: syncing(200, 2, rank=1)),
+    "sync skew of next to nothing": ("sync_skew", lambda: syncing(200, 10, rank=1), lambda: syncing(40, 10, rank=1)),
+    "sync that one rank always waits": (
+        "sync_skew",
+        lambda: syncing(200, 10, rank=1),
+        lambda: syncing(200, 400, rank=1, first=0),
+    ),
+    "loss variance": ("loss_variance", lambda: scattered(0.3, 100), lambda: scattered(0.04, 100)),
+    "loss variance of one bad batch": ("loss_variance", lambda: scattered(0.3, 100), lambda: scattered(0.3, 1)),
+    "scaler misuse": (
+        "scaler_misuse",
+        lambda: called("scale,backward,clip,unscale,step,update"),
+        lambda: called("scale,backward,unscale,clip,step,update"),
+    ),
+    "scaler never updated": (
+        "scaler_misuse",
+        lambda: called("scale,backward,step"),
+        lambda: called("backward,clip,optimizer_step"),
+    ),
+    "optimizer settings": ("optimizer_mismatch", lambda: optimizers(0.9, 0.8), lambda: optimizers(0.9, 0.9)),
+    "optimizer of two camps": ("optimizer_mismatch", lambda: optimizers(0.9, 0.8), lambda: optimizers(0.9, 0.8, odd=2)),
     "learning rate off its plan": ("lr_drift", lambda: rate(10, planned=False), lambda: rate(10, planned=True)),
     "a decay without a plan": ("lr_drift", lambda: rate(0.1, planned=False), stepped_down),
     "learning rates differ": (
@@ -256,6 +303,7 @@ def test_a_level_fires_alone_only_where_it_was_chosen(name: str, value: float) -
 
 def test_every_kind_is_tested() -> None:
     tested = {kind for kind, _, _ in RULES.values()} | {"grad_norm", "loss_spikeness"}
+    tested |= {"heartbeat_lost", "version_gap", "liveness"}  # test_heartbeat.py
     assert tested >= set(detect.KINDS)
 
 

@@ -1,0 +1,83 @@
+"""Breakers and service rules of a job; alerts and what silences them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from lanterne.backend.align.facts import build_facts
+from lanterne.backend.api.context import Context, Ctx, OfJob, Who
+from lanterne.backend.api.incidents import IncidentId, known_incident
+from lanterne.backend.detect import safety
+from lanterne.backend.detect.safety import Safety
+from lanterne.backend.store.records import rfc3339
+from lanterne.nouns import to_json
+
+router = APIRouter(tags=["safety"])
+
+
+class Silence(BaseModel):
+    hours: float = Field(default=8.0, gt=0, le=24 * 90)
+    says: str = Field(default="", max_length=4_000)
+
+
+def _safety(context: Context, job: str, attempt: int) -> Safety:
+    """What the live runner holds; of a job that it does not watch, judged from its last steps."""
+    held = context.safety(job, attempt)
+    if held is not None:
+        return held
+    return context.cached(
+        ("safety", job, attempt),
+        lambda: safety.look(build_facts(context.store, job, attempt, now_ns=context.clock.unix_ns())),
+    )
+
+
+@router.get("/jobs/{job}/breakers")
+def breakers(context: Ctx, at: OfJob) -> dict[str, Any]:
+    """The circuit breaker of each process group, their moves, and the service rules with what they measured."""
+    found = _safety(context, at.job.id, at.attempt)
+    return {
+        "items": to_json(found.board.states()),
+        "changes": [
+            to_json(change) | {"at": rfc3339(int(change.at_s * 1e9))} for change in reversed(found.board.changes)
+        ],
+        "rules": to_json(found.rules),
+    }
+
+
+@router.get("/alerts")
+def alerts(context: Ctx, who: Who) -> dict[str, Any]:
+    """How alerts fared since the server started, and their targets without what is secret in the address."""
+    del who
+    counts = context.alerter.counts
+    return {
+        "targets": [
+            {"format": t.format, "host": t.host, "severities": sorted(t.severities)} for t in context.alerter.targets
+        ],
+        "sent": counts.sent, "failed": counts.failed, "silenced": counts.silenced, "dropped": counts.dropped,
+        "errors": list(counts.errors),
+    }  # fmt: skip
+
+
+@router.get("/jobs/{job}/silences")
+def silences(context: Ctx, at: OfJob) -> dict[str, Any]:
+    """Silences that are not over yet."""
+    rows = context.control.silences(at.job.id)
+    return {
+        "items": [
+            {"fingerprint": s.fingerprint, "until": rfc3339(s.until_ns), "author": s.author, "says": s.says}
+            for s in rows
+        ],
+        "next": None,
+    }
+
+
+@router.post("/incidents/{incident}/silence", status_code=201)
+def silence(context: Ctx, who: Who, incident: IncidentId, body: Silence) -> dict[str, Any]:
+    """Tell no alerts about this trouble (its fingerprint, in every attempt of the job) for so many hours."""
+    record = known_incident(context, who, incident)
+    until = context.clock.unix_ns() + int(body.hours * 3600e9)
+    context.control.add_silence(record.job, record.fingerprint, until, author=who.actor, says=body.says)
+    return {"job": record.job, "fingerprint": record.fingerprint, "until": rfc3339(until)}
