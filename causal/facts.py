@@ -19,6 +19,7 @@ grad_norm_local     before the reduction (first rank to move)
 grad_nonfinite      non-finite gradient elements before the reduction, or after where not known
 loss_spikeness lr lr_planned lr_drift loss_scale update_ratio
 tokens samples      work of the step on that rank
+throughput          work per second as the trainer printed it (tokens, samples or steps: compare it with itself only)
 rss_bytes cgroup_bytes gpu_allocated_bytes gpu_reserved_bytes shm_bytes
 gpu_clock_mhz gpu_temperature_c gpu_throttle (bit mask) gpu_power_w gpu_ecc_errors
 host_cpu_percent host_steal_percent host_runqueue process_cpu_ms (CPU time of the rank in the step)

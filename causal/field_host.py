@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent
@@ -13,6 +14,7 @@ from lanterne.nouns import CauseCategory as C
 XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 69, 109})
 """Xids that a program's own fault (or the clean-up after one) raises too: NVIDIA Xid catalogue."""
 THERMAL_MASK = 0x20 | 0x40
+"""NVML clocks event reasons: software and hardware thermal slowdown (nvml.h)."""
 MEMLOCK_KBYTES_MIN = 1 << 20
 CPU_BUSY_CORES = 64
 LOCAL_INTERFACES = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
@@ -21,9 +23,21 @@ LOCAL_INTERFACES = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
 def device(words: Words) -> list[Cause]:
     """Xid, ECC, lost GPU, faulty burn-in, wrong results: the physical device is the subject."""
     kernel = _xids(words)
-    if any(c.category is C.DEVICE_FAULT for c in kernel):
-        return [c for c in kernel if c.category is C.DEVICE_FAULT]
+    faults = [c for c in kernel if c.category is C.DEVICE_FAULT]
+    if faults:
+        felt = [e for e in words.said("gpu_lost", "ecc_error", "exception") if e.rank >= 0 and _of_device(e)]
+        ranks = {e.rank for e in felt}
+        if len(faults) == 1 and len(ranks) == 1 and faults[0].subject.rank is None:
+            subject = replace(faults[0].subject, rank=felt[0].rank)
+            return [replace(faults[0], subject=subject, evidence=(*faults[0].evidence, line(felt[0])))]
+        return faults
     return [*kernel, *_device_words(words), *_node_checks(words)]
+
+
+def _of_device(e: FactEvent) -> bool:
+    """A rank's own CUDA error (not an allocation, not a peer's)."""
+    said = w.text(e)
+    return "cuda error" in said or e.name != "log.exception"
 
 
 def _xids(words: Words) -> list[Cause]:
@@ -121,7 +135,7 @@ def thermal(words: Words) -> list[Cause]:
             e.name == "log.throttle_mask" and int(str(e.attributes.get("mask", "0x0")), 16) & THERMAL_MASK
         ):
             hot.setdefault(str(e.attributes.get("device", current)), e)
-    out = []
+    out = [_throttled(words, e) for e in words.fact("device_state") if w.number(e, "hot") > 0][:4]
     for where, e in list(hot.items())[:4]:
         clock = [x for x in words.said("smi_clock", "smi_temperature") if x.host == e.host]
         proof = [
@@ -130,6 +144,26 @@ def thermal(words: Words) -> list[Cause]:
         ]
         out.append(cause(C.THERMAL_THROTTLE, 0.9, proof, device=where or None, host=e.host or None, rank=e.rank))
     return out
+
+
+def _throttled(words: Words, e: FactEvent) -> Cause:
+    """A device whose telemetry flags a thermal slowdown."""
+    peers = [
+        w.number(p, "clock_mhz")
+        for p in words.fact("device_state")
+        if not w.number(p, "hot") and w.number(p, "clock_mhz") > 0
+    ]
+    where, low = str(e.attributes.get("device")), w.number(e, "lowest_mhz")
+    share = w.number(e, "hot") / max(1.0, w.number(e, "samples"))
+    says = f"device {where} flags a thermal slowdown in {share:.0%} of {w.number(e, 'samples'):.0f} samples"
+    proof = [evidence(says, value=100 * share, unit="%", baseline=0.0, ref=e.ref)]
+    if low and peers:
+        usual = sorted(peers)[len(peers) // 2]
+        proof.append(evidence(f"its clock goes down to {low:.0f} MHz", value=low, unit="MHz", baseline=usual))
+    if w.number(e, "celsius"):
+        proof.append(evidence(f"it is {w.number(e, 'celsius'):.0f} C warm", value=w.number(e, "celsius"), unit="C"))
+    needs = () if e.rank >= 0 else ("which rank ran on that device: NCCL_DEBUG=INFO or the launcher's list",)
+    return cause(C.THERMAL_THROTTLE, 0.9, proof, device=where, host=e.host, rank=e.rank, needs=needs)
 
 
 def launch(words: Words) -> list[Cause]:
@@ -282,17 +316,18 @@ def transport(words: Words) -> list[Cause]:
         if w.number(e, "gbps") > 0 and w.number(e, "baseline") > 1.4 * w.number(e, "gbps")
     ]
     absent = words.said("no_ib_device")
+    broken = [e for e in absent if "failed" in e.attributes]
     mixed = bool(chosen["fast"]) and bool(
         {e.rank for e in sockets} - {e.rank for e in chosen["fast"]}
         or {e.host for e in sockets} - {e.host for e in chosen["fast"]}
     )
-    if not (via or mixed or slow or (absent and len(hosts) > 1) or (len(hosts) > 1)):
+    if not (via or mixed or slow or broken or len(hosts) > 1):
         return []
     first = (via or sockets)[0]
     odd = {e.host for e in sockets if e.host} - {e.host for e in chosen["fast"]}
     proof = [
         evidence(f"transport is NET/Socket, not NET/IB: {w.quote(first)}", ref=first.ref),
-        *map(line, (*absent[:1], *slow[:2])),
+        *map(line, (*(broken or absent)[:1], *slow[:2])),
     ]
     ranks = {e.rank for e in sockets if e.rank >= 0} - {e.rank for e in chosen["fast"]}
     one_host = odd.pop() if mixed and len(odd) == 1 else None

@@ -7,13 +7,14 @@ ratio itself is the evidence (accumulation steps, clip value).
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lanterne.causal import field_pace, field_schedule
+from lanterne.causal import field_data, field_pace, field_schedule
 from lanterne.causal import words as w
-from lanterne.causal.facts import Facts
+from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.field_schedule import known_values, row_values, setting
 from lanterne.causal.words import Words, cause, evidence, line
 from lanterne.nouns import Cause
@@ -22,20 +23,24 @@ from lanterne.nouns import CauseCategory as C
 F64 = NDArray[np.float64]
 CLIP_FAR_BELOW = 0.01  # a healthy norm sits within two decades of its clip value
 FLAT_SHARE = 0.03
-EQUAL_STEPS_MIN = 3
 SPIKE_SIGMAS = 8.0
+OVERFLOWS_MIN = 3
+CALIBRATION_STEPS_MAX, CALIBRATED_SCALE_MIN = 40, 64.0
+"""A dynamic loss scale starts at 2^16 to 2^32 and halves at each overflow until it fits."""
+VANISHED = 1e-4
 
 
 def candidates(facts: Facts, words: Words) -> list[Cause]:
     """Causes from series and settings; an unexplained spike only as an abstention."""
     out = [*_nonfinite(facts, words), *_scaler(facts, words)]
+    out += [] if out else field_data.seeds(words)
     out += [] if out else _replicas(facts, words)
     out += [] if out else [*field_schedule.resume(facts, words), *field_schedule.accumulation(facts, words)]
-    out += [] if out else [*field_schedule.lr_jump(facts), *_metric_keys(words)]
-    out += [] if out else _overflow(words)
+    out += [] if out else [*field_schedule.lr_jump(facts), *field_schedule.lr_zero(facts), *_metric_keys(words)]
+    out += [] if out else [*_overflow(facts, words), *_vanishes(facts)]
     if not out:
         out += field_pace.candidates(facts, words)
-    out += [] if out else [*_same_batch(facts, words), *_diverges(facts)]
+    out += [] if out else [*field_data.candidates(facts, words), *_diverges(facts)]
     out += [] if out else _spike(facts)
     return out
 
@@ -210,62 +215,6 @@ def _replicas(facts: Facts, words: Words) -> list[Cause]:
     return []
 
 
-def _same_batch(facts: Facts, words: Words) -> list[Cause]:
-    """Equal per-rank losses, or equal batch fingerprints: every rank sees the same samples."""
-    prints: dict[int, dict[int, str]] = {}
-    for e in words.said("batch_fingerprint"):
-        if e.rank >= 0:
-            prints.setdefault(e.step, {})[e.rank] = str(e.attributes.get("value"))
-    full = [p for p in prints.values() if len(p) > 1]
-    if full and all(len(set(p.values())) < len(p) for p in full):
-        return [
-            cause(
-                C.DATA_ORDER,
-                0.9,
-                [
-                    evidence(
-                        f"ranks share batch fingerprints in {len(full)} of {len(full)} steps",
-                        value=float(len(full)),
-                        unit="steps",
-                    )
-                ],
-                do="seed one sampler for the job and split it by rank (DistributedSampler)",
-            )
-        ]
-    table = facts.get("loss")
-    if table.size and len(facts.ranks) > 1:
-        both = np.isfinite(table).sum(axis=1) >= max(2, min(len(facts.ranks), 2))
-        rows = table[both]
-        if len(rows) >= EQUAL_STEPS_MIN and len(rows) > 0.5 * len(table):
-            spread = np.nanmax(rows, axis=1) - np.nanmin(rows, axis=1)
-            moving = float(np.nanstd(rows[:, 0])) > 0 if np.isfinite(rows[:, 0]).any() else True
-            local = any(e.name == "local_loss" for e in facts.events) or _rank_local(facts)
-            if moving and local and float(np.mean(spread == 0.0)) > 0.95:
-                says = evidence(
-                    f"the per-rank losses of {len(rows)} steps are equal to the last digit on {len(facts.ranks)} ranks",
-                    value=float(len(rows)),
-                    unit="steps",
-                )
-                return [
-                    cause(
-                        C.DATA_ORDER,
-                        0.75,
-                        [says],
-                        do="fingerprint the batch per rank: rank detection or the sampler is wrong",
-                        needs=(
-                            "batch fingerprints per rank: equal losses may also be a loss that was reduced before "
-                            "it was logged",
-                        ),
-                    )
-                ]
-    return []
-
-
-def _rank_local(facts: Facts) -> bool:
-    """Did several ranks log a loss each? Then equal values are worth a question."""
-    return int((np.isfinite(facts.get("loss")).any(axis=0)).sum()) > 1
-
-
 def _metric_keys(words: Words) -> list[Cause]:
     """Ranks that log different metrics: each key is one reduction."""
     keys: dict[int, set[str]] = {}
@@ -309,22 +258,51 @@ def _metric_keys(words: Words) -> list[Cause]:
     ]
 
 
-def _overflow(words: Words) -> list[Cause]:
+def _overflow(facts: Facts, words: Words) -> list[Cause]:
+    """Skipped steps of a loss scaler. Its way down from the first guess, and one skip a growth period, are normal."""
     low = words.said("loss_scale_minimum")
     rows = words.said("overflow_skip")
     if low:
         return [cause(C.LOSS_SCALE_COLLAPSE, 0.85, [line(low[0]), *map(line, rows[:1])], rank=low[0].rank)]
-    if len(rows) >= 3:
+    one = [e for e in rows if e.rank == rows[0].rank]  # every rank says the same
+    scales = [w.number(e, "scale") for e in one if w.number(e, "scale") > 0]
+    if scales and scales[-1] <= 1 and len(one) >= OVERFLOWS_MIN:
+        says = f"the loss scale fell to {scales[-1]:g} in {len(one)} skipped steps: no scale is small enough"
+        proof = [evidence(says, value=scales[-1], unit="1", baseline=max(scales)), line(one[-1])]
         ranks = {e.rank for e in rows if e.rank >= 0}
-        return [
-            cause(
-                C.FP16_OVERFLOW,
-                0.7,
-                [line(rows[0]), evidence(f"{len(rows)} skipped steps", value=float(len(rows)), unit="steps")],
-                rank=ranks.pop() if len(ranks) == 1 else None,
-            )
-        ]
-    return []
+        return [cause(C.LOSS_SCALE_COLLAPSE, 0.8, proof, rank=ranks.pop() if len(ranks) == 1 else None)]
+    if len(one) < OVERFLOWS_MIN or _calibration(facts, one, scales):
+        return []
+    ranks = {e.rank for e in rows if e.rank >= 0}
+    proof = [line(one[0]), evidence(f"{len(one)} skipped steps", value=float(len(one)), unit="steps")]
+    return [cause(C.FP16_OVERFLOW, 0.7, proof, rank=ranks.pop() if len(ranks) == 1 else None)]
+
+
+def _calibration(facts: Facts, rows: list[FactEvent], scales: list[float]) -> bool:
+    """The scaler looks for its scale: from a high first guess straight down, and then training goes on."""
+    straight = len(scales) == len(rows) and all(b <= a for a, b in pairwise(scales))
+    settled = bool(scales) and scales[-1] >= CALIBRATED_SCALE_MIN and len(rows) <= CALIBRATION_STEPS_MAX
+    known = known_values(row_values(facts, "loss"))[0]
+    early = max((e.step for e in rows), default=-1)
+    went_on = not len(known) or early < 0 or int(facts.steps[known[-1]]) > early
+    at_start = early < 0 or not len(facts.steps) or early - int(facts.steps[0]) <= 2 * CALIBRATION_STEPS_MAX
+    return straight and settled and went_on and at_start
+
+
+def _vanishes(facts: Facts) -> list[Cause]:
+    """The gradient norm falls by decades and stays there, while the learning rate does not."""
+    norm = row_values(facts, "grad_norm")
+    at, x = known_values(norm)
+    if len(x) < 40 or not (x >= 0).all():
+        return []
+    head, tail = float(np.median(x[: len(x) // 4])), float(np.median(x[-max(5, len(x) // 10) :]))
+    if not (head > 0 and tail < VANISHED * head):
+        return []
+    row = int(at[int(np.argmax(x < 10 * VANISHED * head))])
+    says = f"the gradient norm fell from {head:.3g} to {tail:.3g} and stays there: almost nothing is learned"
+    proof = [evidence(says, value=tail, unit="1", baseline=head)]
+    needs = ("gradient norms by layer: where the chain breaks", "the share of zero activations")
+    return [cause(C.GRADIENT_VANISHING, 0.75, proof, step=int(facts.steps[row]), needs=needs)]
 
 
 def _diverges(facts: Facts) -> list[Cause]:

@@ -15,13 +15,24 @@ from lanterne.nouns import CauseCategory as C
 PAUSE_FACTOR = 1.5  # a pause is a step this much above the rank's median …
 PAUSE_MS = 300.0  # … and by at least this
 EQUAL_SHARE = 0.05
+COLLECTION_MS = 200.0
+UNEVEN_TOKENS = 1.3  # the heaviest rank over the mean
+SLOWER = 0.75
 GAP_FACTOR = 10.0
 BLOCKED = ("backward_ms", "forward_ms", "step_ms")
 
 
 def candidates(facts: Facts, words: Words) -> list[Cause]:
     """At most one cause; CPU load first, then wandering pauses, then what cannot be localised."""
-    return _threads(facts) or _pauses(facts) or _equal(facts) or _one_long_step(facts, words)
+    return (
+        _threads(facts)
+        or _collections(facts)
+        or _pauses(facts)
+        or _lengths(facts)
+        or _equal(facts)
+        or _throughput(facts)
+        or _one_long_step(facts, words)
+    )
 
 
 def _threads(facts: Facts) -> list[Cause]:
@@ -41,6 +52,75 @@ def _threads(facts: Facts) -> list[Cause]:
         baseline=idle,
     )
     return [cause(C.HOST_CONTENTION, 0.75, [says], do="set OMP_NUM_THREADS in the launcher to cores / local ranks")]
+
+
+def _collections(facts: Facts) -> list[Cause]:
+    """Garbage collection that the ranks timed themselves."""
+    table = np.nan_to_num(facts.get("gc_ms"))
+    long = table >= COLLECTION_MS if table.size else np.zeros((0, 0), bool)
+    if not long.any():
+        return []
+    owners = [facts.ranks[c] for c in np.flatnonzero(long.any(axis=0))]
+    says = (
+        f"{int(long.sum())} garbage collections of up to {table.max():.0f} ms on {len(owners)} rank(s), "
+        f"at {int(long.any(axis=1).sum())} different steps"
+    )
+    proof = [evidence(says, value=float(table.max()), unit="ms", baseline=float(np.median(table)))]
+    do = "collect on a common step on all ranks (gc.disable, then gc.collect every N steps)"
+    step = int(facts.steps[int(np.argmax(long.any(axis=1)))])
+    return [cause(C.GC_PAUSE, 0.85, proof, rank=owners[0] if len(owners) == 1 else None, step=step, do=do)]
+
+
+def _lengths(facts: Facts) -> list[Cause]:
+    """Ranks get different numbers of tokens in a step, and their time goes with it."""
+    tokens = facts.get("tokens")
+    full = np.isfinite(tokens).sum(axis=1) >= 2 if tokens.size else np.zeros(0, bool)
+    if int(full.sum()) < 12:
+        return []
+    ratio = np.nanmax(tokens[full], axis=1) / np.maximum(np.nanmean(tokens[full], axis=1), 1e-9)
+    if float(np.median(ratio)) < UNEVEN_TOKENS:
+        return []
+    for name in ("busy_ms", "forward_ms", "backward_ms", "step_ms"):
+        times = facts.get(name)
+        both = np.isfinite(times) & np.isfinite(tokens) if times.size else np.zeros((0, 0), bool)
+        if int(both.sum()) < 24 or np.ptp(times[both]) <= 0 or np.ptp(tokens[both]) <= 0:
+            continue
+        together = float(np.corrcoef(tokens[both], times[both])[0, 1])
+        if together < 0.7:
+            continue
+        heavy = np.nanargmax(np.nan_to_num(tokens[full], nan=-1.0), axis=1)
+        always = int(np.bincount(heavy).argmax())
+        one = facts.ranks[always] if float(np.mean(heavy == always)) > 0.8 else None
+        says = (
+            f"the heaviest rank of a step has {np.median(ratio):.2f} times the mean number of tokens, and "
+            f"{name.removesuffix('_ms')} time goes with it (correlation {together:.2f})"
+        )
+        proof = [evidence(says, value=float(np.median(ratio)), unit="1", baseline=1.0)]
+        do = "pack or balance sequences over the ranks of a step"
+        return [cause(C.SEQUENCE_IMBALANCE, 0.8, proof, rank=one, step=int(facts.steps[full][0]), do=do)]
+    return []
+
+
+def _throughput(facts: Facts) -> list[Cause]:
+    """The trainer's own throughput fell and stays down: the job is slow, and one number does not say who."""
+    if np.isfinite(facts.get("step_ms")).any():
+        return []
+    x = facts.get("throughput")
+    known = np.isfinite(x).any(axis=1) if x.size else np.zeros(0, bool)
+    if int(known.sum()) < 30:
+        return []
+    level = np.nanmedian(x[known], axis=1)
+    third = len(level) // 3
+    before, after = float(np.median(level[:third])), float(np.median(level[-third:]))
+    tenth = level[-max(3, third // 2) :]
+    if not (0 < after < SLOWER * before and float(tenth.max()) < 0.9 * before):
+        return []
+    low = level < (before + after) / 2
+    at = int(np.flatnonzero(~low)[-1]) + 1 if (~low).any() else 0
+    says = f"throughput fell from {before:,.0f} to {after:,.0f} and stays there: slow, rank not identifiable"
+    needs = ("collective entry times per rank: one number for the job does not say who is slow",)
+    step = int(facts.steps[known][min(at, len(level) - 1)])
+    return [cause(C.UNKNOWN, 0.6, [evidence(says, value=after, unit="1/s", baseline=before)], step=step, needs=needs)]
 
 
 def _pauses(facts: Facts) -> list[Cause]:

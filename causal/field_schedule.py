@@ -12,6 +12,7 @@ from lanterne.nouns import Cause, Evidence
 from lanterne.nouns import CauseCategory as C
 
 F64 = NDArray[np.float64]
+ZERO_LR_STEPS_MIN = 30
 LR_JUMP = 3.0  # a cosine or step schedule never multiplies the rate by this from one step to the next
 
 
@@ -67,6 +68,21 @@ def lr_jump(facts: Facts) -> list[Cause]:
             do = "set the learning rate back and resume from the last checkpoint before that step"
             return [cause(C.LR_MISCONFIGURED, 0.88, proof, step=int(facts.steps[row]), do=do)]
     return []
+
+
+def lr_zero(facts: Facts) -> list[Cause]:
+    """The learning rate is zero all along, and the loss stands still."""
+    lr, loss = known_values(row_values(facts, "lr"))[1], known_values(row_values(facts, "loss"))[1]
+    if len(lr) < ZERO_LR_STEPS_MIN or (lr != 0).any() or len(loss) < ZERO_LR_STEPS_MIN:
+        return []
+    fifth = len(loss) // 5
+    head, tail = float(np.median(loss[:fifth])), float(np.median(loss[-fifth:]))
+    if head - tail > 0.03 * abs(head):
+        return []
+    says = f"the learning rate is 0 in all {len(lr)} rows and the loss stays at {tail:.4g}: nothing is learned"
+    proof = [evidence(says, value=0.0, unit="1")]
+    do = "see the schedule's total and warm-up steps and the order of optimizer.step() and scheduler.step()"
+    return [cause(C.LR_MISCONFIGURED, 0.8, proof, step=int(facts.steps[0]), do=do)]
 
 
 def resume(facts: Facts, words: Words) -> list[Cause]:

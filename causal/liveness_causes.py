@@ -428,8 +428,9 @@ def _reported(words: Words) -> list[Cause]:
         rows = words.said("collective_mismatch")
         texts: dict[int, str] = {}
         for row in rows:
-            texts[int(w.number(row, "rank_a", -1))] = str(row.attributes.get("first", ""))
-            texts[int(w.number(row, "rank_b", -1))] = str(row.attributes.get("second", ""))
+            for side, call in (("rank_a", "first"), ("rank_b", "second")):
+                said = str(row.attributes.get(call, "")).split("Collectives differ")[0]
+                texts[int(w.number(row, side, -1))] = said.strip(" .,")
         values = list(texts.values())
         odd = [r for r, t in texts.items() if values.count(t) == 1]
         named = odd[0] if len(odd) == 1 and len(texts) > 2 else None

@@ -8,6 +8,7 @@ repetition on one rank. Ties are broken by time, then by effect size (research/c
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lanterne.causal import stats
 from lanterne.causal.facts import FactEvent
@@ -23,6 +24,7 @@ LOCAL_FACTOR_MIN = 3.0
 LR_DRIFT_HIGH, LR_DRIFT_LOW = 0.95, -0.8  # DESIGN.md section 6
 LR_LOG_JUMP_MIN = 0.5
 OVERFLOWS_MIN = 3  # one is how a dynamic scale finds its level
+CALIBRATION_STEPS_MAX, CALIBRATED_SCALE_MIN = 40, 64.0  # a first guess of 2^16 to 2^32 is halved until it fits
 LOSS_RISE_SIGMAS = 4.0
 BATCH_ROWS_MAX = 4
 CLEAN_MIN = 2
@@ -194,8 +196,9 @@ def _overflow(frame: Frame) -> Finding | None:
     repeated = max(len(steps), len(drops))
     if repeated < OVERFLOWS_MIN:
         return None
-    burst = _burst(steps if len(steps) >= len(drops) else [frame.step(int(d)) for d in drops])
-    if burst is None:
+    skipped = steps if len(steps) >= len(drops) else [frame.step(int(d)) for d in drops]
+    burst = _burst(skipped)
+    if burst is None or _calibrates(frame, level, skipped):
         return None
     since = burst
     rank, share = _overflowing_rank(frame, events, since)
@@ -214,7 +217,7 @@ def _overflow(frame: Frame) -> Finding | None:
         says = f"{share:.0%} of the overflowing gradients were on rank {rank}, before the reduction"
         evidence.append(Evidence(says=says, value=share, unit="1", ref="grad_nonfinite"))
     category = CauseCategory.FP16_OVERFLOW
-    if rank is None and np.isfinite(after) and after <= 1.0:
+    if rank is None and (after <= 1.0 or _floor_said(frame)):
         category = CauseCategory.LOSS_SCALE_COLLAPSE
     needs = () if rank is not None else ("non-finite counts of each rank's gradient before the reduction",)
     return make(
@@ -228,6 +231,22 @@ def _overflow(frame: Frame) -> Finding | None:
         path=chain("overflow_scale_collapse", first.says),
         needs=needs,
     )
+
+
+def _floor_said(frame: Frame) -> bool:
+    """The scaler itself says that it can go no lower."""
+    category = CauseCategory.LOSS_SCALE_COLLAPSE
+    events = frame.facts.events
+    return any(e.name == "log.loss_scale_minimum" or e.attributes.get("cause") == category for e in events)
+
+
+def _calibrates(frame: Frame, level: NDArray[np.float64], skipped: list[int]) -> bool:
+    """A dynamic scale starts far too high and comes straight down in the first steps: normal, if it settles high."""
+    known = level[np.isfinite(level)]
+    if not len(known) or float(known.min()) < CALIBRATED_SCALE_MIN or len(skipped) > CALIBRATION_STEPS_MAX:
+        return False
+    started = skipped[0] - frame.step(0) <= 2 and skipped[-1] - frame.step(0) <= 2 * CALIBRATION_STEPS_MAX
+    return started and frame.step(len(level) - 1) > skipped[-1]
 
 
 def _burst(steps: list[int]) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lanterne.backend.readers import (
     checkpoints,
+    devices,
     documents,
     flight_recorder,
     nccl,
@@ -35,6 +36,8 @@ _READERS: tuple[_Reader, ...] = (
     (traces.sniff, traces.read),
     (nccl.is_tests, nccl.read_tests),
     (stacks.is_stacks, stacks.read),
+    (devices.is_smi, devices.read_smi),
+    (devices.is_dcgm, devices.read_dcgm),
     (documents.is_prometheus, documents.read_prometheus),
     (documents.is_json_document, documents.read_json),
     (documents.is_json_lines, documents.read_json_lines),
@@ -112,7 +115,7 @@ def _sort(path: Path, gather: Gather, dumps: list[flight_recorder.Dump], segment
 
 def _checkpoints(files: Sequence[Path], gather: Gather) -> set[Path]:
     """Verify the checkpoint folders among the files; their pieces are not read as anything else."""
-    pieces = {p for p in files if checkpoints.is_piece(p)}
+    pieces = {p for p in files if checkpoints.is_piece(p) and not flight_recorder.sniff(probe(p))}
     folders = {p.parent for p in pieces}
     folders |= {f.parent for f in folders if sum(g.parent == f.parent for g in folders) > 1}
     tops = [f for f in sorted(folders) if not any(o in f.parents for o in folders)]

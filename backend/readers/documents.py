@@ -18,15 +18,15 @@ _PROMETHEUS = re.compile(
     r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[+-]?(?:[\d.eE+-]+|NaN|Inf))(?:\s+\d+)?$"
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_TAGGED = re.compile(r"\[\s*(?!true|false|null|NaN|Infinity)[A-Za-z]")
-"""A log line in brackets (``[rank0]: ...``), not an array."""
+_ARRAY = re.compile(r"\[\s*(?:[\[{\"\]]|-?\d[\d.eE+-]*\s*(?:,|\]\s*$)|(?:true|false|null|NaN|Infinity)\b)")
+"""An array, not a log line in brackets (``[rank0]: …``, ``[2025-08-01 10:00:00] …``)."""
 _HANG_GAUGE = re.compile(r"(?:^|_)hang(?:_|$|ed)", re.IGNORECASE)
 
 
 def is_json_document(source: Source) -> bool:
     """A file that is one JSON object or array (not JSON lines)."""
     head = source.text_head.lstrip("\ufeff \t\r\n")
-    if head[:1] not in ("{", "[") or _TAGGED.match(head):
+    if head[:1] not in ("{", "[") or (head[:1] == "[" and not _ARRAY.match(head)):
         return False
     first = head.split("\n", 1)[0].rstrip()
     if len(first) < len(head.rstrip()) and first.startswith("{") and first.endswith("}"):

@@ -10,14 +10,14 @@ import re
 from dataclasses import dataclass
 
 from lanterne.backend.readers.gather import Gather
-from lanterne.backend.readers.metric_names import ALIASES, SETTING_KEYS, STEP_KEY_SET, key_of
+from lanterne.backend.readers.metric_names import ALIASES, SETTING_KEYS, SIZED, STEP_KEY_SET, key_of
 from lanterne.backend.readers.metrics import RowMetrics, parse_object
 from lanterne.backend.readers.source import Source
 from lanterne.nouns import NO_RANK
 
 LINE_CHARS_MAX = 4_000
 _NUMBER = r"(?:[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|NaN|NAN|inf|Inf|INF|Infinity)\b)"
-_UNIT = r"(?: ?(?P<unit>ms|us|s|sec|secs|seconds)\b)?"
+_UNIT = r"(?: ?(?P<unit>ms|us|s|sec|secs|seconds|[KMG]i?B)\b)?"
 _PAIR = re.compile(rf"(?P<key>[A-Za-z_][\w /.()-]{{0,60}}?)['\"]?\s*[=:]\s*['\"]?(?P<value>{_NUMBER}){_UNIT}")
 _SPOKEN = re.compile(
     rf"(?P<key>[A-Za-z_][\w/.-]*(?: [A-Za-z_][\w/.-]*){{0,2}})\s+(?P<value>{_NUMBER})(?![\w./:-]){_UNIT}"
@@ -27,6 +27,8 @@ _OTHERS = frozenset(
 )
 """Words before a name that make it another thing's."""
 _MILLISECONDS = {"ms": 1.0, "us": 1e-3, "s": 1e3, "sec": 1e3, "secs": 1e3, "seconds": 1e3}
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+_UNITS = {**dict.fromkeys(_MILLISECONDS, "_ms"), **dict.fromkeys(_BYTES, "_bytes")}
 _STEP_WORD = re.compile(
     r"\b(?:step|iteration|iter|it|global_step|steps)\b['\"]?\s*[=:# ]?\s*\[?(\d{1,12})\b", re.IGNORECASE
 )
@@ -39,7 +41,7 @@ _TWO_COLUMNS = re.compile(rf"^(\d+)[\t ,]+({_NUMBER})$")
 class Layout:
     """``kind``: pairs, columns (step and loss), object, or short (nanoGPT's line of something else).
 
-    ``pairs``: name, start and end of its number, milliseconds of its unit (0 = none).
+    ``pairs``: name, start and end of its number, and the factor to the series' own unit (0 = the name's).
     ``fixed``: no name holds a digit, so that the same places hold the same names on every line of the form.
     """
 
@@ -65,7 +67,8 @@ def layout_of(text: str) -> Layout | None:
         for match in form.finditer(text):
             name = _name(match["key"])
             if name is not None:
-                found[name] = (name, *match.span("value"), _MILLISECONDS.get(match["unit"] or "", 0.0))
+                name, factor = _in_unit(name, match["unit"] or "")
+                found[name] = (name, *match.span("value"), factor)
     if not any(key_of(n) in ALIASES for n in found):
         return None
     step = _STEP_WORD.search(text) or _EPOCH_BATCH.search(text)
@@ -83,10 +86,22 @@ def _name(key: str) -> str | None:
     for i in range(len(words)):
         tail = " ".join(words[i:]).strip(" -")
         spelt = key_of(tail)
-        if spelt in ALIASES or spelt in STEP_KEY_SET or spelt in SETTING_KEYS:
+        if spelt in ALIASES or spelt in STEP_KEY_SET or spelt in SETTING_KEYS or spelt in SIZED:
             before = re.split(r"[\W_]", words[i - 1].lower()) if i else []
             return None if before and before[-1] in _OTHERS else tail
     return None
+
+
+def _in_unit(name: str, unit: str) -> tuple[str, float]:
+    """A name with a unit behind its number: the factor to the series' unit; ``memory: 61.2GiB`` needs one to count."""
+    kind = _UNITS.get(unit)
+    sized = SIZED.get(key_of(name))
+    if sized is not None:
+        return (sized, _BYTES[unit]) if kind == "_bytes" else (name, 0.0)
+    alias = ALIASES.get(key_of(name))
+    if alias is None or kind is None or not alias[0].endswith(kind):
+        return name, 0.0
+    return name, ({**_MILLISECONDS, **_BYTES}[unit]) / alias[1]
 
 
 class LineMetrics:
@@ -116,9 +131,6 @@ class LineMetrics:
         if layout.kind == "short":
             return step
         found: dict[str, str | float] = {}
-        for name, start, end, ms in layout.pairs:
-            found[name] = text[start:end]
-            alias = ALIASES.get(key_of(name)) if ms else None
-            if alias and alias[0].endswith("_ms"):
-                found[name] = float(text[start:end].replace(",", "")) * ms / alias[1]
+        for name, start, end, factor in layout.pairs:
+            found[name] = float(text[start:end].replace(",", "")) * factor if factor else text[start:end]
         return self.rows.row(found, step=step, rank=rank)

@@ -241,6 +241,44 @@ _alias(
 )
 _alias("time_s", 1.0, "time_s", "timestamp", "wall_time", "_timestamp", "ts", "unix_time", "walltime")
 
+_alias(
+    "throughput",
+    1.0,
+    "throughput",
+    "tps",
+    "tokens_per_second",
+    "tokens_per_sec",
+    "tokens/s",
+    "tokens/sec",
+    "tok/s",
+    "tok/sec",
+    "toks/s",
+    "train_tokens_per_second",
+    "tokens per second",
+    "samples_per_second",
+    "samples/s",
+    "samples/sec",
+    "samples per second",
+    "samplespersec",
+    "currsamplespersec",
+    "img/s",
+    "images/sec",
+    "imgs_per_sec",
+    "throughput_metrics/tps",
+    "throughput(tps)",
+    "it/s",
+    "iter/s",
+    "steps_per_second",
+    "throughput/tokens_per_sec",
+    "tokens_per_gpu_per_second",
+    "tgs",
+)
+SIZED = dict.fromkeys(
+    map(key_of, ("memory", "mem", "max_mem", "max mem", "gpu_mem", "gpu mem", "gpu memory", "peak_mem", "mem_used")),
+    "gpu_allocated_bytes",
+)
+"""Names that mean a size only with a unit behind their number."""
+
 STEP_KEYS = (
     "step",
     "global_step",
