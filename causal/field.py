@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from lanterne.causal import field_agents, field_host, field_known, field_numerics
+from lanterne.causal import field_agents, field_device, field_host, field_known, field_numerics
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.words import Words, cause, evidence, line
@@ -31,7 +31,7 @@ def candidates(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> list[Cause]:
     words = Words(facts)
     refuted = _refuted(words)
     rules = [
-        *field_host.device(words), *field_host.thermal(words), *_ended_outside(words), *field_host.launch(words),
+        *field_device.device(words), *field_device.thermal(words), *_ended_outside(words), *field_host.launch(words),
         *field_host.host(words), *_memory(words), *_storage(words), *_blamed_network(words),
         *field_known.candidates(words),
     ]  # fmt: skip

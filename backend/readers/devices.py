@@ -14,7 +14,7 @@ from statistics import median
 
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, lines
-from lanterne.causal.field_host import THERMAL_MASK
+from lanterne.causal.field_device import THERMAL_MASK
 
 DEVICES_MAX, SAMPLES_MAX = 4_096, 100_000
 _UNIT = re.compile(r"\s*\[[^\]]*\]\s*$")
