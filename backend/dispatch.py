@@ -106,8 +106,8 @@ def track(control: ControlStore, job: str, world: int, events: Iterable[FactEven
             continue
         known = {(r.get("rank"), r.get("phase")) for r in command.results}
         fresh = [r for e in said if (r := _result(e)).get("phase") in _TOLD and (r["rank"], r["phase"]) not in known]
-        for result in fresh:
-            control.add_command_result(command_id, result)
+        if fresh:
+            control.add_command_results(command_id, fresh)
         if fresh and _move(control, command, world, said):
             changed.append(command_id)
     return changed

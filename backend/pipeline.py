@@ -30,7 +30,7 @@ from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
 from lanterne.backend.store.records import AttemptRecord, IncidentRecord
 from lanterne.causal.facts import Facts
-from lanterne.clock import Clock, SystemClock
+from lanterne.clock import Clock, SystemClock, thread_cpu_ns
 from lanterne.errors import LanterneError
 from lanterne.nouns import NO_RANK, Incident, IncidentStatus, Report
 from lanterne.settings import ServerSettings
@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.6
 REST_FACTOR = 3.0
-"""An evaluation that took t seconds is followed by at least this times t of rest: a quarter of a core at most."""
+"""An evaluation that took t seconds of CPU is followed by at least this times t of rest: a quarter of a core at most.
+
+While a remedy is under way there is no such rest, because its outcome is waited for."""
 IDLE_CHECK_S = 2.0
 ACTIVE_S = 900.0
 """Jobs silent for longer are left alone until they speak again."""
@@ -142,12 +144,12 @@ class LiveRunner:
             if self._stop.is_set():
                 return
             self._wake.clear()
-            began = self.clock.monotonic_ns()
+            began = thread_cpu_ns()
             try:
                 self.run_once()
             except Exception:  # one bad job must not end the watch over the others
                 log.exception("pipeline: an evaluation failed")
-            took_s = (self.clock.monotonic_ns() - began) / 1e9
+            took_s = (thread_cpu_ns() - began) / 1e9
             self._stop.wait(max(PERIOD_S, 0.0 if self._remedied() else REST_FACTOR * took_s))
 
     def run_once(self) -> int:

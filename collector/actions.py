@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lanterne import limits
 from lanterne.collector import rates
 from lanterne.collector.guards import micro_batch, precision
+from lanterne.collector.guards.io_weight import set_io_weight, weight_file
 from lanterne.collector.guards.snapshots import Snapshots
 from lanterne.errors import CommandRefused
 from lanterne.nouns import EventName, Phase
@@ -265,6 +266,13 @@ class Actions:
             raise CommandRefused("rollback: the snapshot is gone")
         undo = self.snapshots.restore(found)
         return Effect({"state": f"step {step}"}, {"state": f"step {found}"}, undo=undo)
+
+    def _check_set_io_weight(self, parameters: Mapping[str, Any]) -> None:
+        weight_file()
+
+    def _do_set_io_weight(self, parameters: Mapping[str, Any], step: int) -> Effect:
+        before, undo = set_io_weight(int(parameters["weight"]))
+        return Effect({"io_weight": before}, {"io_weight": int(parameters["weight"])}, undo=undo)
 
     # --- flow ------------------------------------------------------------------------------------
 

@@ -21,6 +21,10 @@ class SystemClock:
     monotonic_ns = staticmethod(time.monotonic_ns)
 
 
+thread_cpu_ns = time.thread_time_ns
+"""CPU time of the calling thread: what work cost, however long others kept it from the processor."""
+
+
 class SimulatedClock:
     """A clock that moves only when told: ``advance`` moves both, ``step_wall`` is an NTP step."""
 

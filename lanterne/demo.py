@@ -35,7 +35,7 @@ START_WAIT_S = 300.0
 DRAIN_S = 25.0
 SETTLE_S = 2.0
 TAP_BUILD_S = 300
-POLL_S = 0.25
+POLL_S = 0.4
 STEPS, STEPS_WITH_REMEDY = 200, 500
 RESTARTED = frozenset({"hang", "crash", "oom"})
 """Faults that stop the job: what mends them is the next attempt."""

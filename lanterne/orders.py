@@ -138,6 +138,12 @@ ACTIONS: Mapping[str, Action] = {
         parameters={"parts": _number(1, 64, "parts a batch", kind=int)},
         undoable=True,
     ),
+    "set_io_weight": Action(
+        says="set the io.weight of the rank's cgroup v2, so that checkpoint traffic yields or comes first",
+        parameters={"weight": _number(1, 10_000, "100 is the usual one", kind=int)},
+        subset=True,
+        undoable=True,
+    ),
     "profile": Action(
         says="record the next steps with torch.profiler into the session folder",
         parameters={"steps": _number(1, 50, "how many steps", kind=int)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,17 +31,30 @@ class Book:
     open: list[dict[str, Any]] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
+    _stored: str = ""
 
     @classmethod
     def load(cls, control: ControlStore, job: str) -> Book:
         body = control.policy_state(NAME, job)
         switch = control.policy_state(SWITCH, job) or control.policy_state(SWITCH, "*")
         known = {k: body[k] for k in ("used", "tries", "failed", "open", "outcomes") if k in body}
-        return cls(job=job, stopped=str(switch.get("stopped", "")), **known)
+        found = cls(job=job, stopped=str(switch.get("stopped", "")), **known)
+        found._stored = found._text()
+        return found
+
+    def _body(self) -> dict[str, Any]:
+        keep = {"used": self.used, "tries": self.tries, "failed": self.failed}
+        return keep | {"open": self.open, "outcomes": self.outcomes}
+
+    def _text(self) -> str:
+        return json.dumps(self._body(), sort_keys=True, default=str)
 
     def save(self, control: ControlStore) -> None:
-        keep = {"used": self.used, "tries": self.tries, "failed": self.failed}
-        control.save_policy_state(NAME, self.job, keep | {"open": self.open, "outcomes": self.outcomes})
+        """Write it down where it changed since it was read."""
+        if self._text() == self._stored:
+            return
+        control.save_policy_state(NAME, self.job, self._body())
+        self._stored = self._text()
         for policy, uses in self.used.items():
             broken = [s for s, n in self.tries.items() if s.startswith(f"{policy}/") and n >= TRIES_MAX]
             state = {"used": len(uses), "breaker": "open" if broken else "closed", "last": rfc3339(uses[-1])}

@@ -193,15 +193,14 @@ class Commands(Jobs):
                 row.reason = reason
         return True
 
-    def add_command_result(self, command: str, result: Mapping[str, Any]) -> None:
-        """Append one rank's ``{rank, step, phase, before, after, detail}``; the same (rank, phase) is replaced."""
+    def add_command_results(self, command: str, results: Sequence[Mapping[str, Any]]) -> None:
+        """Append the ranks' ``{rank, step, phase, before, after, detail}``; the same (rank, phase) is replaced."""
         with self.writing() as session:
             row = session.get(CommandRow, command)
             if row is None:
                 return
-            key = (result.get("rank"), result.get("phase"))
-            kept = [r for r in json.loads(row.results) if (r.get("rank"), r.get("phase")) != key]
-            row.results = dumps(to_json([*kept, dict(result)]))
+            known = [*json.loads(row.results), *map(dict, results)]
+            row.results = dumps(to_json(list({(r.get("rank"), r.get("phase")): r for r in known}.values())))
 
     # --- policies ---
 
