@@ -59,7 +59,7 @@ class CollectorSettings:
     snapshot_every: int = 0
     """Steps between snapshots of the training state in host memory, for the action ``rollback``; 0 = none."""
     snapshot_keep: int = 3
-    """Snapshots held: ``rollback`` reaches back (keep - 1) x every steps at least."""
+    """Snapshots held, their ages growing by a factor, so that ``rollback`` reaches far back with few of them."""
     command_key: str = ""
     """Public key (hex) that commands must be signed with; default: the one the backend hands out at first contact."""
 

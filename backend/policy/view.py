@@ -69,8 +69,17 @@ def _series(facts: Facts, onset: int | None) -> dict[str, dict[str, float]]:
     return found
 
 
+def _idle_s(facts: Facts) -> float:
+    """Seconds since the last step that somebody finished began to be overdue: its end, at the length it had."""
+    if not len(facts.step_start_ns) or not facts.now_ns:
+        return 0.0
+    last_ms = recorded(facts.get("step_ms"))[-1:]
+    end_ns = int(facts.step_start_ns[-1]) + (float(np.nanmax(last_ms)) * 1e6 if last_ms.size else 0.0)
+    return max(0.0, (facts.now_ns - end_ns) / 1e9)
+
+
 def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, Any]:
-    """``job attempt world step exited incident cause series lr`` for :class:`Expression`; ``exited`` counts ranks."""
+    """``job attempt world step idle_s exited incident cause series lr`` for :class:`Expression`."""
     cause = incident.causes[0] if incident.causes else Cause(category="unknown")  # type: ignore[arg-type]
     onset = cause.since_step if cause.since_step is not None else incident.opened_step
     series = _series(facts, onset)
@@ -81,6 +90,7 @@ def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, 
         "attempt": attempt,
         "world": facts.ranks_expected or len(facts.ranks),
         "step": int(facts.steps[-1]) if len(facts.steps) else -1,
+        "idle_s": _idle_s(facts),
         "exited": len({e.rank for e in facts.events if e.name == EventName.EXITED}),
         "incident": {"kind": incident.kind, "severity": str(incident.severity), "id": incident.id},
         "cause": {

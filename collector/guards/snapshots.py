@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 KEEP = 2
+REACH = 4
+"""The oldest snapshot goes when it is 2^(keep + this) times older than the newest two are apart."""
 
 
 def _local(tensor: Any) -> Any:
@@ -70,8 +72,21 @@ class Snapshots:
                 state[part] = _to_host(found.state_dict())
         self._held[step] = state
         while len(self._held) > self.keep:
-            self._held.popitem(last=False)
+            del self._held[self._needless()]
         return _bytes(state)
+
+    def _needless(self) -> int:
+        """Which to let go: ages shall grow by a factor, so that trouble that was noticed late still has a way back.
+
+        Of three neighbours the middle one goes where the outer two are closest together for their age; the newest
+        stays, and the oldest until it is out of reach. The answer depends on the steps alone: all ranks let go alike.
+        """
+        held = sorted(self._held)
+        newest = held[-1]
+        if len(held) < 3 or newest - held[0] > (newest - held[-2]) * 2 ** (self.keep + REACH):
+            return held[0]
+        gaps = {held[i]: (held[i + 1] - held[i - 1]) / (newest - held[i - 1]) for i in range(1, len(held) - 1)}
+        return min(gaps, key=lambda step: (gaps[step], -step))
 
     def latest(self, before_step: int) -> int | None:
         """The newest step with a snapshot that is older than ``before_step``."""

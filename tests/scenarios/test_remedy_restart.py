@@ -103,6 +103,10 @@ def test_a_crash_is_restarted_and_verified_by_the_next_attempt(launches: Launche
 
 def test_what_the_restart_does_to_the_old_ranks_changes_no_verdict(launches: Launches) -> None:
     launches.house.play(simulate(SMALL, (("hang", 2, 60),), seed=3, name="j"))
+    assert launches.incident().causes[0].category.value == "rank_hung"
+    assert not launches.orders()  # a stall of some seconds may yet pass
+    launches.house.clock.advance(20 * 10**9)
+    launches.evaluate(0)
     (order,) = launches.orders()
     before = launches.incident().causes[0]
     launches.launcher(order, "received", "committed")

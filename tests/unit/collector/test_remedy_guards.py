@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from lanterne.collector.guards.checkpoint_store import CheckpointStore
 from lanterne.collector.guards.collective_breaker import CollectiveBreaker
 from lanterne.collector.guards.io_weight import io_weight, set_io_weight
+from lanterne.collector.guards.snapshots import REACH, Snapshots
 from lanterne.collector.guards.two_phase import TwoPhaseUpdate
 from lanterne.errors import CommandRefused, LanterneError, UsageError
 
@@ -132,3 +134,21 @@ def test_an_error_in_the_block_is_raised_on_and_three_open_the_breaker() -> None
     with breaker.step(4) as reduced:
         pass
     assert (breaker.state, breaker.opened) == ("open", 1)
+
+
+def test_few_snapshots_reach_far_back_and_all_ranks_let_go_alike(tmp_path: Path) -> None:
+    def held() -> list[list[int]]:
+        host = SimpleNamespace(model=torch.nn.Linear(1, 1), optimizer=None, scaler=None)
+        kept, seen = Snapshots(host, keep=4), []
+        for step in range(10, 20_001, 10):
+            kept.take(step)
+            seen.append([s for s in range(0, step + 1, 10) if kept.latest(s + 1) == s])
+        return seen
+
+    seen = held()
+    assert seen == held()
+    assert max(map(len, seen)) == 4
+    for steps in seen[50:]:
+        newest, oldest = steps[-1], steps[0]
+        assert newest - steps[-2] <= 40  # one is near
+        assert 60 <= newest - oldest <= 10 * 2 ** (4 + REACH) + 40  # one is far, and none is out of reach
