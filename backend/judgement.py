@@ -11,12 +11,13 @@ import numpy as np
 
 from lanterne import causal
 from lanterne.backend import detect, incidents
-from lanterne.backend.detect import safety
+from lanterne.backend.detect import anomaly, safety
 from lanterne.backend.detect.base import Levels, step_ms
 from lanterne.backend.detect.heartbeat import Beats
 from lanterne.backend.detect.safety import Safety
 from lanterne.backend.incidents import Case
 from lanterne.causal.facts import Diagnosis, Facts, Waits
+from lanterne.causal.remedies import remedy_for
 from lanterne.causal.scoring import CLAIM
 from lanterne.nouns import Anomaly, Cause, CauseCategory, Cost, Evidence, IncidentStatus, Report, to_json
 
@@ -47,6 +48,11 @@ FAMILY_OF_CAUSE: Mapping[CauseCategory, str] = {
     ),
 }  # fmt: skip
 """Cause -> family of the incidents that it explains; the rest is numerics."""
+SPOKEN: Mapping[str, CauseCategory] = {
+    "scaler_misuse": C.SCALER_MISUSE, "heartbeat_lost": C.RANK_MISSING, "liveness": C.RANK_MISSING,
+}  # fmt: skip
+"""Findings that are their own cause where the engine has none: a wrong call is one, and so is a rank that is gone."""
+SPOKEN_CONFIDENCE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +146,7 @@ def _about(facts: Facts, case: Case, causes: Sequence[Cause], diagnosis: Diagnos
     verdict = diagnosis.verdict if first else ""  # the engine's sentence is about its first cause
     if not causes and len(diagnosis.causes) == 1:
         causes = [c for c in diagnosis.causes if c.category is CauseCategory.UNKNOWN]  # it says what would settle it
-    return replace(diagnosis, causes=tuple(causes) or (_unknown(case),), verdict=verdict)
+    return replace(diagnosis, causes=tuple(causes) or (_unknown(facts, case),), verdict=verdict)
 
 
 def until(facts: Facts, step: int) -> Facts:
@@ -203,13 +209,25 @@ def fit(case: Case, cause: Cause) -> int:
     return score + (1 if near else 0)
 
 
-def _unknown(case: Case) -> Cause:
+def _unknown(facts: Facts, case: Case) -> Cause:
+    """The engine knows no cause: the finding itself where it is one, else what was seen and what else moved."""
     top = incidents.head(case.anomalies)
+    spoken = SPOKEN.get(top.kind)
+    if spoken is not None:
+        return Cause(
+            category=spoken, subject=top.subject, since_step=max(top.first_step, 0), confidence=SPOKEN_CONFIDENCE,
+            evidence=(Evidence(says=top.says, value=top.value, unit=top.unit, baseline=top.baseline),),
+            remedy=remedy_for(spoken, top.subject),
+        )  # fmt: skip
+    moved = anomaly.candidates(facts, case.first_step, top=3)
     return Cause(
         category=CauseCategory.UNKNOWN,
         subject=top.subject,
         since_step=top.first_step if top.first_step >= 0 else None,
-        evidence=(Evidence(says=top.says, value=top.value, unit=top.unit, baseline=top.baseline),),
+        evidence=(
+            Evidence(says=top.says, value=top.value, unit=top.unit, baseline=top.baseline),
+            *(Evidence(says=c.says, value=c.after, baseline=c.before, ref=c.series) for c in moved),
+        ),
         needs=("evidence that tells the possible causes of this apart",),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Body, Query
 
 from lanterne.backend import sla
 from lanterne.backend.api.context import Ctx, JobId, OfJob, Who
@@ -88,3 +88,17 @@ def scaling(
         return to_json(sla.efficiency(rates, flops_per_unit=flops_per_unit, peak_flops=peak_flops))
     except UsageError as error:
         raise Problem(400, str(error)) from None
+
+
+@router.post("/schedulers/{source}")
+def records(source: Literal["kubernetes", "slurm", "yarn"], body: Annotated[dict[str, Any], Body()]) -> Any:
+    """A scheduler's JSON (``kubectl get pods|jobs -o json``, ``sacct --json`` or slurmrestd, YARN's ``cluster/apps``)
+    as unified records in seconds and bytes, with the share of ended jobs that succeeded."""
+    try:
+        jobs = sla.READERS[source](body)
+    except UsageError as error:
+        raise Problem(400, str(error)) from None
+    return {
+        "items": [to_json(j) | {"queued_s": j.queued_s, "ran_s": j.ran_s} for j in jobs],
+        "success_rate": sla.success_rate(jobs), "next": None,
+    }  # fmt: skip

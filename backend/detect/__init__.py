@@ -17,7 +17,7 @@ from lanterne.backend.detect import (
     straggler,
     sync,
 )
-from lanterne.backend.detect.base import Levels
+from lanterne.backend.detect.base import Levels, sharing
 from lanterne.backend.detect.heartbeat import Beats
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly
@@ -47,7 +47,8 @@ def run(facts: Facts, levels: Levels | None = None, beats: Beats | None = None) 
     ``levels`` are the user's fixed levels; without it a level fires only together with the run's own baseline.
     ``beats``: a live job's heartbeats, which are kept apart from the window's other events.
     """
-    found = [anomaly for detector in DETECTORS for anomaly in detector(facts)]
-    found += [anomaly for detector in LEVELLED for anomaly in detector(facts, levels)]
+    with sharing(facts):
+        found = [anomaly for detector in DETECTORS for anomaly in detector(facts)]
+        found += [anomaly for detector in LEVELLED for anomaly in detector(facts, levels)]
     found += heartbeat.detect(facts, beats) if beats is not None else []
     return sorted(found, key=lambda a: (a.severity, a.first_step, a.kind))

@@ -6,7 +6,9 @@ absolute floor), persistence (several steps) and distance from the run's own noi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +99,7 @@ def settled(facts: Facts) -> Mask:
     """Steps [T] that timing detectors may judge: no warm-up, no checkpoint, eval or compile on any rank."""
     steps = facts.steps
     keep = steps >= min(WARM_UP_STEPS, 2 + len(steps) // 4)
-    typical = float(median(facts.get("step_ms")))
+    typical = float(median(step_ms(facts)))
     for name in LONG_PHASES:
         values = facts.series.get(name)
         if values is not None and np.isfinite(typical):
@@ -105,9 +107,35 @@ def settled(facts: Facts) -> Mask:
     return keep
 
 
+_SHARED: ContextVar[tuple[Facts, dict[str, FloatArray]] | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def sharing(facts: Facts) -> Iterator[None]:
+    """Within it the job's medians of ``facts`` are worked out once, whoever asks."""
+    token = _SHARED.set((facts, {}))
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def common(facts: Facts, name: str) -> FloatArray:
+    """A series of the job, [T]: median over the ranks that have a finite value; NaN where none has."""
+    if not len(facts.ranks) or name not in facts.series:
+        return np.full(len(facts.steps), np.nan)
+    shared = _SHARED.get()
+    known = shared[1] if shared is not None and shared[0] is facts else {}
+    if name not in known:
+        values = facts.series[name]
+        finite = np.isfinite(values)
+        known[name] = median(values if finite.all() else np.where(finite, values, np.nan), axis=1)
+    return known[name]
+
+
 def step_ms(facts: Facts) -> FloatArray:
     """Step time of the job, [T]: median over ranks (a synchronous job has one)."""
-    return median(facts.get("step_ms"), axis=1) if len(facts.ranks) else np.zeros(len(facts.steps))
+    return common(facts, "step_ms")
 
 
 def column(facts: Facts, rank: int) -> int:

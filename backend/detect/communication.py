@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lanterne.backend.detect.base import events, finding, lasting_rise, median, rows_of, settled, step_ms
+from lanterne.backend.detect.base import common, events, finding, lasting_rise, median, rows_of, settled, step_ms
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, Severity
 
@@ -32,7 +32,7 @@ def slow_transfer(facts: Facts) -> list[Anomaly]:
     transfer = facts.series.get("transfer_ms")
     if transfer is None:
         return []
-    per_step, whole = median(transfer, axis=1), step_ms(facts)
+    per_step, whole = common(facts, "transfer_ms"), step_ms(facts)
     rows = rows_of(settled(facts) & np.isfinite(per_step) & np.isfinite(whole))
     if len(rows) < 2 * WIDTH:
         return []

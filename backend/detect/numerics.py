@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import WARM_UP_STEPS, Levels, events, finding, median, robust_scale, step_at
+from lanterne.backend.detect.base import WARM_UP_STEPS, Levels, common, events, finding, median, robust_scale, step_at
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -28,6 +28,7 @@ QUANTILE_STEPS = 3
 QUANTILE_RISE = 1.5
 VARIANCE_SIGMAS = 15.0
 VARIANCE_WIDTH = 20
+SCREEN = 5
 VARIANCE_WINDOWS = 10
 VARIANCE_TRIM = 2
 """Largest deviations of a window that do not count: a single bad batch is ``loss_spike``'s matter."""
@@ -134,8 +135,8 @@ def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:
         values = facts.series.get(name)
         if values is None or not len(facts.ranks):
             continue
-        common = median(np.where(np.isfinite(values), values, np.nan), axis=1)
-        best = _jumps(common, ratio)
+        whole = common(facts, name)
+        best = _jumps(whole, ratio)
         rank: int | None = None
         for r in _suspects(values, ratio):
             own = _jumps(values[:, r], ratio)
@@ -144,7 +145,7 @@ def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:
         if best:
             found.append(_spike(facts, name, kind, best, rank, values))
         elif name == "loss":
-            found += _quantile(facts, common)
+            found += _quantile(facts, whole)
     spikeness = facts.get("loss_spikeness")
     if "loss_spikeness" in levels.chosen and np.nanmax(spikeness, initial=-np.inf) > levels.loss_spikeness:
         found.append(_level(facts, "loss_spikeness", spikeness, levels.loss_spikeness))
@@ -152,11 +153,12 @@ def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:
 
 
 def _suspects(values: FloatArray, ratio: float) -> list[int]:
-    """Columns whose largest value stands far above their own median."""
-    finite = np.where(np.isfinite(values), values, np.nan)
-    usual = np.abs(median(finite, axis=0))
-    top = np.nanmax(np.where(np.isnan(finite), -np.inf, finite), axis=0, initial=-np.inf)
-    return [int(r) for r in np.flatnonzero(top > ratio * usual)[:32]]
+    """Columns whose largest value stands far above their own median, screened by a fifth of the rows."""
+    top = np.nanmax(np.where(np.isnan(values) | np.isinf(values), -np.inf, values), axis=0, initial=-np.inf)
+    rough = np.abs(median(values[::SCREEN], axis=0)) if len(values) > 20 * SCREEN else np.zeros(values.shape[1])
+    near = np.flatnonzero(top > 0.5 * ratio * np.nan_to_num(rough, posinf=0.0))
+    finite = np.where(np.isfinite(values[:, near]), values[:, near], np.nan)
+    return [int(r) for r in near[top[near] > ratio * np.abs(median(finite, axis=0))][:32]]
 
 
 Jump = tuple[int, float, float, float]
@@ -229,7 +231,7 @@ def _level(facts: Facts, name: str, values: FloatArray, level: float) -> Anomaly
 
 def gradient_level(facts: Facts, levels: Levels) -> list[Anomaly]:
     """Explosion: above 1e4, or above the level and far above the run's own past for several steps."""
-    norm = median(np.where(np.isfinite(facts.get("grad_norm")), facts.get("grad_norm"), np.nan), axis=1)
+    norm = common(facts, "grad_norm")
     if not np.isfinite(norm).any():
         return []
     found: list[Anomaly] = []
@@ -261,7 +263,7 @@ def gradient_level(facts: Facts, levels: Levels) -> list[Anomaly]:
 
 def vanishing(facts: Facts) -> list[Anomaly]:
     """Gradient norm below 1e-6 for a span of steps, in a run that once had larger ones."""
-    norm = median(facts.get("grad_norm"), axis=1)
+    norm = common(facts, "grad_norm")
     if not len(norm):
         return []
     tiny = np.isfinite(norm) & (norm < VANISHING)
@@ -298,7 +300,7 @@ def _variances(windows: FloatArray) -> FloatArray:
 
 def variance(facts: Facts) -> list[Anomaly]:
     """Loss variance of a window beyond mean + 15 sigma of the windows before it, and four times their largest."""
-    loss = median(facts.get("loss"), axis=1) if len(facts.ranks) else np.zeros(0)
+    loss = common(facts, "loss")
     rows = np.flatnonzero(np.isfinite(loss))[WARM_UP_STEPS:]
     count = len(rows) // VARIANCE_WIDTH
     if count <= VARIANCE_WINDOWS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import attribute, events, finding, median
+from lanterne.backend.detect.base import attribute, common, events, finding
 from lanterne.backend.detect.contract import scaler_misuse
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, EventName, Severity
@@ -92,7 +92,7 @@ def _culprit(facts: Facts, skipped: dict[int, set[int]], steps: list[int]) -> in
 
 def _collapse(facts: Facts, skipped: np.ndarray) -> list[Anomaly]:
     """The scale fell under 1, or by more than 64 times since its highest, and did not come back."""
-    scale = median(facts.get("loss_scale"), axis=1)
+    scale = common(facts, "loss_scale")
     known = np.flatnonzero(np.isfinite(scale) & (facts.steps >= SETTLING_STEPS))
     if len(known) < 2 or not len(skipped):
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import Levels, events, finding, median
+from lanterne.backend.detect.base import Levels, common, events, finding
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, Severity
 
@@ -36,15 +36,15 @@ def _ordered(facts: Facts) -> set[int]:
 
 def drift_of(facts: Facts) -> FloatArray:
     """[T] drift of the median rank: as reported, else from lr and lr_planned; NaN where no plan is known."""
-    lr, planned = median(facts.get("lr"), axis=1), median(facts.get("lr_planned"), axis=1)
+    lr, planned = common(facts, "lr"), common(facts, "lr_planned")
     with np.errstate(divide="ignore", invalid="ignore"):
         computed = np.where(planned > 0, lr / planned - 1, np.nan)
-    reported = median(facts.get("lr_drift"), axis=1)
+    reported = common(facts, "lr_drift")
     return np.where(np.isfinite(computed), computed, reported)
 
 
 def _drift(facts: Facts, levels: Levels) -> list[Anomaly]:
-    drift, lr = drift_of(facts), median(facts.get("lr"), axis=1)
+    drift, lr = drift_of(facts), common(facts, "lr")
     if not np.isfinite(drift).any():
         return _without_plan(facts, lr)
     out = np.nan_to_num(drift) < levels.lr_drift_low
@@ -122,7 +122,7 @@ def _disagree(facts: Facts) -> list[Anomaly]:
     lr = facts.get("lr")
     if lr.shape[1] < 3 or not np.isfinite(lr).any():
         return []
-    usual = median(lr, axis=1)[:, None]
+    usual = common(facts, "lr")[:, None]
     odd = np.abs(lr - usual) > AGREE_RELATIVE * np.abs(usual) + 1e-12
     odd &= np.isfinite(lr)
     often = odd.sum(axis=0)

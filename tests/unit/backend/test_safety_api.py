@@ -110,3 +110,15 @@ def test_the_fleet_s_levels_and_efficiency(server: httpx.Client) -> None:
     assert server.get(f"{API}/efficiency", params={"rate": "eight"}).status_code == 400
     assert server.get(f"{API}/efficiency", params={"job": "nobody"}).status_code == 404
     assert server.get(f"{API}/efficiency", params={"job": "demo"}).status_code == 400  # no throughput was told
+
+
+def test_a_scheduler_s_answer_becomes_unified_records(server: httpx.Client) -> None:
+    app = {"id": "a", "name": "t", "state": "FINISHED", "finalStatus": "SUCCEEDED", "startedTime": 1000,
+           "launchTime": 3000, "finishedTime": 13000, "allocatedMB": 2048, "allocatedVCores": 4}  # fmt: skip
+    answer = server.post(f"{API}/schedulers/yarn", json={"apps": {"app": [app]}})
+    assert answer.status_code == 200, answer.text
+    (row,) = answer.json()["items"]
+    assert (row["state"], row["queued_s"], row["ran_s"], row["memory_bytes"]) == ("succeeded", 2.0, 10.0, 2 << 30)
+    assert answer.json()["success_rate"] == 1.0
+    assert server.post(f"{API}/schedulers/yarn", json={"apps": 3}).status_code == 400
+    assert server.post(f"{API}/schedulers/pbs", json={}).status_code == 422
