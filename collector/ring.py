@@ -19,7 +19,7 @@ from typing import Any
 
 from lanterne import blackbox_files as blackbox
 from lanterne import limits
-from lanterne.blackbox_files import EVENT_RECORD, METRICS_RECORD, SEPARATOR
+from lanterne.blackbox_files import EVENT_RECORD, KERNEL_RECORD, METRICS_RECORD, SEPARATOR
 from lanterne.clock import Clock, SystemClock
 
 NOTES_BYTES_MAX = 8 << 20
@@ -169,6 +169,17 @@ class Ring:
         self.record(
             EVENT_RECORD, (1 << len(values)) - 1, self.intern(name), step, at, values + _ZEROS[len(values) :],
             self.intern(keys), self.intern(aux_key), aux - (1 << 64) if aux >> 63 else aux,
+        )  # fmt: skip
+
+    def kernel(
+        self, name: str, step: int, at: int, duration: int, *, device: int, stream: int, size: int, kind: str
+    ) -> None:
+        """One thing that a device did (``kind``: kernel, memcpy, …); ``size`` is bytes of a copy, else 0."""
+        label, called = self.intern(kind), self.intern(name)
+        n = next(self._numbers)
+        blackbox.RECORD.pack_into(
+            self._map, self._base + (n & self._mask) * blackbox.RECORD.size, n + 1, KERNEL_RECORD, 0, called, step, at,
+            duration, device, stream, size, *_ZEROS[3:], label, 0, 0, n + 1,
         )  # fmt: skip
 
     def note(self, name: str, step: int, at: int, attributes: Mapping[str, Any], body: str = "") -> None:

@@ -64,6 +64,25 @@ COUNTER_NAMES = (
 )  # fmt: skip
 
 
+class _Total(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("name", ctypes.c_uint32),
+        ("count", ctypes.c_uint64),
+        ("ns", ctypes.c_uint64),
+    )
+
+
+class _Taken(ctypes.Structure):
+    _fields_ = (
+        ("records", ctypes.c_uint64),
+        ("lost", ctypes.c_uint64),
+        ("busy_ns", ctypes.c_uint64),
+        ("kept", ctypes.c_uint32),
+        ("totals", ctypes.c_uint32),
+    )
+
+
 class _Counters(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTER_NAMES)
 
@@ -83,6 +102,21 @@ class Activity:
     graph: int
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a window collected: the longest ``activities`` in order of their starts, and the sums of all.
+
+    ``totals`` holds (name, count, ns) of every kernel name and kind of copy, longest first; ``busy_ns`` is the time in
+    which the device did anything (overlapping work counts once); ``lost`` records were overwritten.
+    """
+
+    activities: tuple[Activity, ...]
+    totals: tuple[tuple[str, int, int], ...]
+    records: int
+    lost: int
+    busy_ns: int
+
+
 class Probe:
     """The loaded probe library. Raises OSError when the file cannot be loaded."""
 
@@ -96,6 +130,10 @@ class Probe:
         lib.lp_cupti_version.restype = lib.lp_capacity.restype = lib.lp_name_count.restype = ctypes.c_uint32
         lib.lp_clock_offset_ns.restype = lib.lp_clock_error_ns.restype = ctypes.c_int64
         lib.lp_count.argtypes = [ctypes.POINTER(_Counters)]
+        lib.lp_take.restype = None
+        lib.lp_take.argtypes = [
+            ctypes.POINTER(_Record), ctypes.c_uint32, ctypes.POINTER(_Total), ctypes.c_uint32, ctypes.POINTER(_Taken),
+        ]  # fmt: skip
         self._lib = lib
         self._ring = lib.lp_ring()
         self._capacity = int(lib.lp_capacity())
@@ -105,6 +143,10 @@ class Probe:
     def open(self, kinds: Kinds = Kinds.KERNELS, cupti_path: str = "") -> Status:
         """Open a window; the answer is a status, never an exception. ``cupti_path`` is tried after what is mapped."""
         return Status(self._lib.lp_open(cupti_path.encode(), int(kinds)))
+
+    def stop(self) -> Status:
+        """What is launched from now on is left out of the window; what was launched may still run."""
+        return Status(self._lib.lp_stop())
 
     def close(self) -> Status:
         """Close the window; records that CUPTI still held are flushed into the ring first."""
@@ -138,12 +180,31 @@ class Probe:
         self._lib.lp_count(ctypes.byref(out))
         return {name: int(getattr(out, name)) for name in COUNTER_NAMES}
 
-    def _name(self, record: _Record) -> str:
-        if KIND_NAMES.get(record.kind) == "memcpy":
-            return COPY_KINDS.get(record.name, "copy")
-        if KIND_NAMES.get(record.kind) != "kernel":
-            return KIND_NAMES.get(record.kind, "other")
-        return (self._lib.lp_name(record.name) or b"?").decode(errors="replace")
+    def _name(self, kind: int, name: int) -> str:
+        if KIND_NAMES.get(kind) == "memcpy":
+            return f"memcpy {COPY_KINDS.get(name, 'other')}"
+        if KIND_NAMES.get(kind) != "kernel":
+            return KIND_NAMES.get(kind, "other")
+        return (self._lib.lp_name(name) or b"?").decode(errors="replace")
+
+    def _activity(self, r: _Record) -> Activity:
+        return Activity(
+            KIND_NAMES.get(r.kind, "other"), self._name(r.kind, r.name), r.start_ns, r.end_ns, r.device, r.stream,
+            r.bytes_or_blocks, r.correlation, r.graph,
+        )  # fmt: skip
+
+    def take(self, most: int, most_totals: int = 512) -> Taken:
+        """What came since the last take: at most ``most`` single activities (the longest), and the sums of all.
+
+        Independent of :meth:`drain`. The work on all records is done in the library.
+        """
+        records, totals, taken = (_Record * most)(), (_Total * most_totals)(), _Taken()
+        self._lib.lp_take(records, most, totals, most_totals, ctypes.byref(taken))
+        return Taken(
+            tuple(self._activity(records[i]) for i in range(taken.kept)),
+            tuple((self._name(t.kind, t.name), t.count, t.ns) for t in totals[: taken.totals]),
+            taken.records, taken.lost, taken.busy_ns,
+        )  # fmt: skip
 
     def drain(self) -> Iterator[Activity]:
         """Records since the last drain, oldest first; what was overwritten meanwhile is counted in ``lost``."""
@@ -156,7 +217,4 @@ class Probe:
             if slot.version != 2 * n + 2:
                 self.lost += 1
                 continue
-            yield Activity(
-                KIND_NAMES.get(slot.kind, "other"), self._name(slot), slot.start_ns, slot.end_ns, slot.device,
-                slot.stream, slot.bytes_or_blocks, slot.correlation, slot.graph,
-            )  # fmt: skip
+            yield self._activity(slot)

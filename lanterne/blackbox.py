@@ -30,6 +30,7 @@ from lanterne.blackbox_files import (
     ANY_SOURCE,
     EVENT_RECORD,
     FLAG_NO_COMPLETION,
+    KERNEL_RECORD,
     LIST_KEY,
     METRICS_RECORD,
     PHASE_RECORD,
@@ -153,6 +154,14 @@ class BlackBox:
             elif kind == EVENT_RECORD:
                 attributes = _event_attributes(record, string(record[15]), string(record[16]))
                 yield at, 0, self._fields(Kind.EVENT, string(name), step, at, attributes=attributes)
+            elif kind == KERNEL_RECORD:
+                attributes = {"device": int(record[7]), "stream": int(record[8]), "activity": string(record[15])}
+                if record[9]:
+                    attributes["lanterne.bytes"] = int(record[9])
+                given = self._fields(
+                    Kind.KERNEL, string(name), step, at, duration_ns=duration, attributes=attributes
+                )
+                yield at + duration, 0, given
 
     def _from_notes(self, limit: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
         try:

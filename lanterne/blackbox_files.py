@@ -32,7 +32,8 @@ COUNTERS = ("held_dropped", "notes_dropped", "shed", "source_absent", "collector
 WORD = struct.Struct("<Q")
 STRING = struct.Struct("<I")
 
-STEP_RECORD, PHASE_RECORD, METRICS_RECORD, EVENT_RECORD = 1, 2, 3, 4
+STEP_RECORD, PHASE_RECORD, METRICS_RECORD, EVENT_RECORD, KERNEL_RECORD = 1, 2, 3, 4, 5
+"""A kernel record has the values device, stream, and bytes of a copy; its label is the kind of activity."""
 SEPARATOR = "\x1f"
 GROUP_STRING = "\x01group"
 """A string ``\\x01group <SEP> process-group name <SEP> rank set`` tells the rank set of a process group."""

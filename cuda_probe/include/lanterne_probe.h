@@ -46,8 +46,24 @@ struct lp_counters {
   uint64_t records, dropped_by_cupti, starved_buffers, buffers, parse_ns, cupti_overhead_ns, names_refused;
 };
 
+/* Count and time of one kernel name (or one kind of copy). */
+struct lp_total {
+  uint32_t kind, name; /* as in lp_record; 0 for a memset */
+  uint64_t count, ns;
+};
+
+struct lp_taken {
+  uint64_t records, lost; /* since the last take; lost ones were overwritten before it */
+  uint64_t busy_ns;       /* time in which the device did anything: the union of kernels, copies and sets */
+  uint32_t kept, totals;  /* rows written to the two arrays */
+};
+
 LP_API int lp_open(const char* cupti_path, uint32_t kinds); /* opens a window; returns an lp_status */
-LP_API int lp_close(void);
+LP_API int lp_stop(void);  /* what is launched from now on is left out; what was launched may still run */
+LP_API int lp_close(void); /* flushes, unsubscribes */
+/* Records since the last take: the `most` longest to `out` in order of their starts, and the sums, longest first. */
+LP_API void lp_take(struct lp_record* out, uint32_t most, struct lp_total* totals, uint32_t most_totals,
+                    struct lp_taken* taken);
 LP_API int lp_flush(void);
 LP_API int lp_status(void);
 LP_API const char* lp_status_text(void);

@@ -11,12 +11,14 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -29,6 +31,8 @@
 #endif
 
 namespace abi = cupti_abi;
+
+extern "C" char* __cxa_demangle(const char*, char*, size_t*, int*);  // <cxxabi.h> would take the name `abi`
 
 namespace {
 
@@ -49,12 +53,14 @@ std::mutex control;
 void* library = nullptr;
 void* subscriber = nullptr;
 uint32_t open_kinds = 0, cupti_version = 0;
-bool window_open = false;
+bool window_open = false, stopped = false;
+uint64_t taken_until = 0;
 
 std::mutex names_lock;
 std::unordered_map<const char*, uint32_t> name_by_pointer;
 std::unordered_map<std::string, uint32_t> name_by_text;
 std::vector<const std::string*> names;
+std::deque<std::string> shown;  // the same, demangled as torch.profiler shows them; references stay valid
 
 std::array<uint8_t*, kBuffers> pool{};
 std::atomic<uint32_t> free_buffers{0};
@@ -104,6 +110,14 @@ const char* text_of(int result) {
   return text;
 }
 
+std::string demangled(const char* name) {
+  int result = 0;
+  char* text = __cxa_demangle(name, nullptr, nullptr, &result);
+  std::string found = result == 0 && text != nullptr ? text : name;
+  std::free(text);
+  return found;
+}
+
 // CUPTI shares one pointer per kernel name; a pointer may be reused for another text after a module is unloaded.
 uint32_t intern(const char* name) {
   if (name == nullptr) name = "?";
@@ -115,7 +129,10 @@ uint32_t intern(const char* name) {
     return 0;
   }
   auto [at, fresh] = name_by_text.try_emplace(name, static_cast<uint32_t>(names.size()));
-  if (fresh) names.push_back(&at->first);
+  if (fresh) {
+    names.push_back(&at->first);
+    shown.push_back(demangled(name));
+  }
   if (name_by_pointer.size() < 2 * kNamesMax) name_by_pointer[name] = at->second;
   return at->second;
 }
@@ -346,6 +363,7 @@ int lp_open(const char* cupti_path, uint32_t kinds) {
   }
   open_kinds = kinds;
   window_open = true;
+  stopped = false;
   return say(LP_COLLECTING, "collecting");
 }
 
@@ -354,12 +372,96 @@ int lp_flush(void) {
   return window_open ? api.ActivityFlushAll(0) : 0;
 }
 
-int lp_close(void) {
-  std::lock_guard<std::mutex> guard(control);
-  if (!window_open) return status;
+namespace {
+void disable_kinds() {
+  if (stopped) return;
   for (const KindOf& k : kKinds) {
     if ((open_kinds & k.bit) != 0) api.ActivityDisable(k.activity);
   }
+  stopped = true;
+}
+
+bool on_the_device(uint32_t kind) { return kind != abi::kSynchronization && kind != abi::kOverhead; }
+
+// Length of the union of the intervals, which are in order of their starts.
+uint64_t covered(const std::vector<lp_record>& found) {
+  uint64_t sum = 0, until = 0;
+  for (const lp_record& r : found) {
+    if (!on_the_device(r.kind)) continue;
+    const uint64_t from = std::max(until, r.start_ns);
+    if (r.end_ns > from) sum += r.end_ns - from;
+    until = std::max(until, r.end_ns);
+  }
+  return sum;
+}
+
+uint32_t sums(const std::vector<lp_record>& found, lp_total* totals, uint32_t most) {
+  std::unordered_map<uint64_t, lp_total> by_name;
+  for (const lp_record& r : found) {
+    const uint32_t name = r.kind == abi::kMemset ? 0 : r.name;
+    lp_total& t = by_name[static_cast<uint64_t>(r.kind) << 32 | name];
+    t.kind = r.kind;
+    t.name = name;
+    t.count++;
+    t.ns += r.end_ns > r.start_ns ? r.end_ns - r.start_ns : 0;
+  }
+  std::vector<lp_total> rows;
+  for (const auto& entry : by_name) rows.push_back(entry.second);
+  std::sort(rows.begin(), rows.end(), [](const lp_total& a, const lp_total& b) {
+    return a.ns != b.ns ? a.ns > b.ns : a.name < b.name;
+  });
+  const uint32_t n = static_cast<uint32_t>(std::min<size_t>(most, rows.size()));
+  std::copy_n(rows.begin(), n, totals);
+  return n;
+}
+}  // namespace
+
+void lp_take(lp_record* out, uint32_t most, lp_total* totals, uint32_t most_totals, lp_taken* taken) {
+  std::lock_guard<std::mutex> guard(control);
+  const uint64_t until = head.load(std::memory_order_acquire);
+  const uint64_t from = std::max(taken_until, until > kRing ? until - kRing : 0);
+  *taken = {};
+  taken->lost = from - taken_until;
+  taken_until = until;
+  std::vector<lp_record> found;
+  found.reserve(until - from);
+  for (uint64_t n = from; n < until; n++) {
+    const lp_record copy = ring[n & (kRing - 1)];
+    const auto* version = reinterpret_cast<const std::atomic<uint64_t>*>(&ring[n & (kRing - 1)].version);
+    if (copy.version == 2 * n + 2 && version->load(std::memory_order_acquire) == 2 * n + 2) {
+      found.push_back(copy);
+    } else {
+      taken->lost++;
+    }
+  }
+  const auto earlier = [](const lp_record& a, const lp_record& b) { return a.start_ns < b.start_ns; };
+  std::sort(found.begin(), found.end(), earlier);
+  taken->records = found.size();
+  taken->busy_ns = covered(found);
+  taken->totals = sums(found, totals, most_totals);
+  if (found.size() > most) {
+    const auto longer = [](const lp_record& a, const lp_record& b) {
+      return a.end_ns - a.start_ns > b.end_ns - b.start_ns;
+    };
+    std::nth_element(found.begin(), found.begin() + most, found.end(), longer);
+    found.resize(most);
+    std::sort(found.begin(), found.end(), earlier);
+  }
+  taken->kept = static_cast<uint32_t>(found.size());
+  std::copy(found.begin(), found.end(), out);
+}
+
+int lp_stop(void) {
+  std::lock_guard<std::mutex> guard(control);
+  if (!window_open) return status;
+  disable_kinds();
+  return say(LP_COLLECTING, "what was launched in the window is waited for");
+}
+
+int lp_close(void) {
+  std::lock_guard<std::mutex> guard(control);
+  if (!window_open) return status;
+  disable_kinds();
   api.ActivityFlushAll(abi::kFlushForced);
   api.Unsubscribe(subscriber);
   subscriber = nullptr;
@@ -387,7 +489,7 @@ uint32_t lp_name_count(void) {
 
 const char* lp_name(uint32_t index) {
   std::lock_guard<std::mutex> guard(names_lock);
-  return index < names.size() ? names[index]->c_str() : nullptr;
+  return index < shown.size() ? shown[index].c_str() : nullptr;
 }
 
 // Called by the driver inside cuInit, before any Python runs; 1 keeps the library.

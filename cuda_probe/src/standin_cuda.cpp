@@ -19,6 +19,7 @@ abi::BufferCompleted complete = nullptr;
 abi::Timestamp clock_of = nullptr;
 std::atomic<int> subscribers{0};
 std::atomic<size_t> lost{0};
+std::atomic<uint64_t> enabled{0};  // a bit for each kind of activity
 constexpr uint64_t kOwnClockAhead = 5'000'000'000;
 
 size_t size_of(uint32_t kind) {
@@ -44,12 +45,12 @@ int number(const char* name, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 
-void fill(uint8_t* at, uint32_t kind, uint64_t i, const char* name) {
+void fill(uint8_t* at, uint32_t kind, uint64_t i, const char* name, uint64_t kernel_ns) {
   std::memset(at, 0, size_of(kind));
   const uint64_t end = now();
   if (kind == abi::kConcurrentKernel) {
     auto* k = reinterpret_cast<abi::Kernel*>(at);
-    k->start = end - 1000;
+    k->start = end - kernel_ns;
     k->end = end;
     k->stream = 7;
     k->device = 0;
@@ -101,8 +102,8 @@ EXPORT int cuptiActivityRegisterTimestampCallback(abi::Timestamp t) {
   return clock_of = t, abi::kSuccess;
 }
 EXPORT int cuptiGetTimestamp(uint64_t* t) { return *t = now(), abi::kSuccess; }
-EXPORT int cuptiActivityEnable(uint32_t) { return abi::kSuccess; }
-EXPORT int cuptiActivityDisable(uint32_t) { return abi::kSuccess; }
+EXPORT int cuptiActivityEnable(uint32_t kind) { return enabled |= 1ull << kind, abi::kSuccess; }
+EXPORT int cuptiActivityDisable(uint32_t kind) { return enabled &= ~(1ull << kind), abi::kSuccess; }
 EXPORT int cuptiActivityFlushAll(uint32_t) { return abi::kSuccess; }
 EXPORT int cuptiGetResultString(int, const char** s) { return *s = "STANDIN", abi::kSuccess; }
 EXPORT int cuptiActivityGetNumDroppedRecords(void*, uint32_t, size_t* n) { return *n = lost.exchange(0), abi::kSuccess; }
@@ -114,10 +115,9 @@ EXPORT int cuptiActivityGetNextRecord(uint8_t* buffer, size_t valid, abi::Activi
   return *record = found, abi::kSuccess;
 }
 
-// Push n records of a kind through the registered callbacks; returns how many found a buffer.
-EXPORT uint64_t standin_emit(uint32_t kind, uint64_t n, int distinct_names) {
-  static char names[64][48];
-  for (int i = 0; i < 64; i++) std::snprintf(names[i], sizeof names[i], "gemm_kernel_%d<float>", i);
+namespace {
+uint64_t emit(uint32_t kind, uint64_t n, const char* const* names, uint64_t distinct, uint64_t kernel_ns) {
+  if ((enabled >> kind & 1) == 0) return 0;
   uint64_t i = 0;
   while (i < n) {
     uint8_t* buffer = nullptr;
@@ -129,12 +129,26 @@ EXPORT uint64_t standin_emit(uint32_t kind, uint64_t n, int distinct_names) {
     }
     size_t used = 0;
     for (; i < n && used + size_of(kind) <= size; i++, used += size_of(kind)) {
-      fill(buffer + used, kind, i, names[i % static_cast<uint64_t>(distinct_names)]);
+      fill(buffer + used, kind, i, names[i % distinct], kernel_ns);
     }
     complete(nullptr, 0, buffer, size, used);
   }
   return i;
 }
+}  // namespace
+
+// Push n records of a kind through the registered callbacks; returns how many were collected and found a buffer.
+EXPORT uint64_t standin_emit(uint32_t kind, uint64_t n, int distinct_names) {
+  static char texts[64][48];
+  static const char* names[64];
+  for (int i = 0; i < 64; i++) {
+    std::snprintf(texts[i], sizeof texts[i], "gemm_kernel_%d<float>", i);
+    names[i] = texts[i];
+  }
+  return emit(kind, n, names, static_cast<uint64_t>(distinct_names), 1000);
+}
+// One kernel of a name and a duration that ends now.
+EXPORT uint64_t standin_kernel(const char* name, uint64_t ns) { return emit(abi::kConcurrentKernel, 1, &name, 1, ns); }
 // Take buffers and never give them back: the probe must starve, count, and stay alive.
 EXPORT int standin_hoard(int n) {
   int taken = 0;

@@ -12,34 +12,32 @@ from typing import Any
 
 import pytest
 
-from lanterne.collector.sources.probe import ProbeSource, totals
+from lanterne import limits
+from lanterne.blackbox import BlackBox
+from lanterne.collector.ring import Ring
+from lanterne.collector.sources.probe import ProbeSource
 from lanterne.cuda_probe import builder
-from lanterne.cuda_probe.abi import Activity
 
 SCRIPT = """
 import ctypes, json, sys
+from pathlib import Path
+from lanterne.blackbox import BlackBox
+from lanterne.collector.ring import Ring
 from lanterne.collector.sources.probe import ProbeSource
-class Host:
-    told = []
-    def put_event(self, name, /, body="", attributes=None): self.told.append([str(name), body, attributes])
-source = ProbeSource(Host(), every=3, library=sys.argv[1])
+folder = Path(sys.argv[3])
+source = ProbeSource(Ring(folder, 0), every=3, library=sys.argv[1], cupti=sys.argv[2])
 standin = ctypes.CDLL(sys.argv[2])
 standin.standin_emit.argtypes = [ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int]
+standin.standin_kernel.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
 for step in range(7):
     source.boundary(step)
-    if source._open_step >= 0: standin.standin_emit(10, 100, 4)
+    standin.standin_emit(10, 399, 4)
+    standin.standin_kernel(b"_Z4gemmIfEvPT_", 1_000_000)
     if step == 4: source.trigger()
 source.close()
-print(json.dumps({"told": Host.told, "passed": source.passed_over, "absent": source.absent}))
+told = [[e.kind, e.name, e.step, e.duration_ns, e.body, dict(e.attributes)] for e in BlackBox(folder, 0).drain()]
+print(json.dumps({"told": told, "passed": source.passed_over, "absent": source.absent}))
 """
-
-
-class Host:
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-
-    def put_event(self, name: str, /, body: str = "", attributes: Any = None) -> None:
-        self.told.append((str(name), attributes))
 
 
 def drive(tmp_path: Path, **environment: str) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def drive(tmp_path: Path, **environment: str) -> dict[str, Any]:
     for name in ("libcupti.so.13", "libcuda.so.1"):
         (tmp_path / name).symlink_to(Path(result.library).parent / builder.STANDIN)
     env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), **environment}
-    command = [sys.executable, "-c", SCRIPT, result.library, str(tmp_path / "libcupti.so.13")]
+    command = [sys.executable, "-c", SCRIPT, result.library, str(tmp_path / "libcupti.so.13"), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -60,11 +58,23 @@ def drive(tmp_path: Path, **environment: str) -> dict[str, Any]:
 
 def test_every_third_step_and_a_triggered_one_are_told(tmp_path: Path) -> None:
     found = drive(tmp_path)
-    assert [(name, a["step"], a["kernels"]) for name, _, a in found["told"]] == [
-        ("kernels", 0, 100), ("kernels", 3, 100), ("kernels", 5, 100), ("kernels", 6, 100),
+    windows = [(step, a) for kind, name, step, _, _, a in found["told"] if name == "kernels"]
+    assert [(step, a["kernels"], a["shown"], a["lost"]) for step, a in windows] == [
+        (0, 400, 256, 0), (3, 400, 256, 0), (5, 400, 256, 0), (6, 400, 256, 0),
     ]  # fmt: skip
-    assert found["told"][0][2]["device_ms"] == pytest.approx(0.1)
-    assert "25x  gemm_kernel_0<float>" in found["told"][0][1]
+    assert windows[0][1]["kernel_ms"] == pytest.approx(1.399)
+    assert (windows[0][1]["longest"], windows[0][1]["longest_ms"]) == ("void gemm<float>(float*)", 1.0)
+    assert windows[0][1]["device_ms"] <= windows[0][1]["kernel_ms"]
+    body = next(body for _, name, _, _, body, _ in found["told"] if name == "kernels")
+    assert "100x  gemm_kernel_0<float>" in body
+
+
+def test_the_longest_kernels_are_spans_of_their_step(tmp_path: Path) -> None:
+    found = drive(tmp_path)
+    spans = [row for row in found["told"] if row[0] == "cuda.kernel" and row[2] == 3]
+    assert len(spans) == limits.KERNEL_SPANS_MAX
+    long = [row for row in spans if row[1] == "void gemm<float>(float*)"]
+    assert [(row[3], row[5]["activity"], row[5]["stream"]) for row in long] == [(1_000_000, "kernel", 7)]
 
 
 def test_it_steps_aside_while_another_tool_holds_cupti(tmp_path: Path) -> None:
@@ -74,21 +84,24 @@ def test_it_steps_aside_while_another_tool_holds_cupti(tmp_path: Path) -> None:
 
 def test_without_a_device_it_says_so_once(tmp_path: Path) -> None:
     found = drive(tmp_path, STANDIN_CUINIT="100")
-    assert [(name, a["source"]) for name, _, a in found["told"]] == [("source_absent", "cupti")]
+    assert [(row[1], row[5]["source"]) for row in found["told"]] == [("source_absent", "cupti")]
     assert found["absent"].startswith("no-device")
 
 
 def test_a_probe_that_is_not_built_is_absent_with_the_way_out(tmp_path: Path) -> None:
-    host = Host()
-    source = ProbeSource(host, library=tmp_path / "none.so")
+    source = ProbeSource(Ring(tmp_path, 0), library=tmp_path / "none.so")
+    source.trigger()
     for step in range(3):
         source.boundary(step)
-    assert host.told == [
-        ("source_absent", {"source": "cupti", "reason": "not compiled yet; run: lanterne probe build"})
+    told = BlackBox(tmp_path, 0).drain()
+    assert [(e.name, e.attributes["reason"]) for e in told] == [
+        ("source_absent", "not compiled yet; run: lanterne probe build")
     ]
 
 
-def test_totals_are_by_name_longest_first() -> None:
-    one = Activity("kernel", "a", 0, 10**6, 0, 0, 0, 0, 0)
-    two = Activity("kernel", "b", 0, 3 * 10**6, 0, 0, 0, 0, 0)
-    assert totals([one, two, one]) == [("b", 1, 3.0), ("a", 2, 2.0)]
+def test_a_run_without_a_device_is_told_nothing(tmp_path: Path) -> None:
+    source = ProbeSource(Ring(tmp_path, 0), every=1, library=tmp_path / "none.so")
+    for step in range(200):
+        source.boundary(step)
+    assert not source.absent
+    assert BlackBox(tmp_path, 0).drain() == []
