@@ -7,6 +7,7 @@ import numpy as np
 from lanterne.causal import stats
 from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame
+from lanterne.causal.kernels import kernel_evidence
 from lanterne.causal.stats import Ints
 from lanterne.causal.timing import Locus, changes, heavy_stage, loci, spread_lead
 from lanterne.causal.upstream import Explained, explain, window_of
@@ -101,6 +102,7 @@ def _finding(frame: Frame, locus: Locus) -> Finding | None:
         evidence=(
             _lateness_evidence(frame, locus, subject, since),
             *why.evidence,
+            *kernel_evidence(frame.facts, {int(frame.ranks[k]) for k in locus.columns}, since),
             *_saving_evidence(frame, locus, saving),
         ),
         path=path,

@@ -35,7 +35,9 @@ from lanterne.collector.sources.liveness import (
 )
 from lanterne.collector.sources.memory import CUDA_EVERY, cuda_sample
 from lanterne.collector.sources.model import ModelFinder, is_replicated, mesh_of
+from lanterne.collector.sources.nccl import NcclSource
 from lanterne.collector.sources.patches import Patches
+from lanterne.collector.sources.probe import ProbeSource
 from lanterne.collector.sources.training import TrainingHooks
 from lanterne.collector.steps import DATA_WAIT, PHASES, Recorder
 from lanterne.errors import LanterneError
@@ -108,8 +110,13 @@ class Session:
         self._data = DataLoaderSource(recorder, meter)
         self._checkpoints = CheckpointSource(recorder)
         self._exceptions = Exceptions(recorder)
+        self._kernels = ProbeSource(
+            recorder.ring, every=self.settings.kernels_every, cupti=self.settings.probe_cupti
+        )  # fmt: skip
         recorder.before_close.append(gradients.before_close)
         recorder.at_boundary += [self.collectives.look, self._checkpoints.look, self._every_so_often]
+        nccl = NcclSource(recorder.ring, every=self.settings.kernels_every)
+        recorder.at_boundary += [self._kernels.boundary, nccl.boundary]
         self._try("training hooks", lambda: hooks.install(patches, self.model))
         self._try("data loader", lambda: self._data.install(patches))
         self._try("checkpoints", lambda: self._checkpoints.install(patches))
@@ -300,6 +307,13 @@ class Session:
                 "event", lambda: self.ring.note(str(name), self.recorder.step, monotonic_ns(), attributes or {}, body)
             )
 
+    def trace_kernels(self, steps: int = 1) -> bool:
+        """Record the device's kernels of the next ``steps`` steps. True where the probe is at work already."""
+        if not self.enabled:
+            return False
+        self._kernels.trigger(steps)
+        return self._kernels.collects
+
     def checkpoint_saved(self, path: str | os.PathLike[str], *, duration_ms: float = 0.0) -> None:
         """Tell that a checkpoint lies at ``path`` (file or folder); needed only for savers other than torch's."""
         if self.enabled:
@@ -348,6 +362,7 @@ class Session:
             return
         try:
             self._try("last values", self.recorder.finish)
+            self._kernels.close()
             self._try("checkpoints", self._checkpoints.finish)
             self._try("hooks", self._patches.undo)
             self._try("collectives", self.collectives.stop)

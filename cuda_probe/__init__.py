@@ -9,7 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lanterne.cuda_probe import builder as _build
@@ -17,7 +19,9 @@ from lanterne.cuda_probe.stats import Stats
 
 STATUS_TIMEOUT_S = 30
 
-__all__ = ["available", "build", "describe", "probes", "status"]
+__all__ = ["available", "build", "describe", "nccl_plugin", "probes", "status"]
+
+DEVICE_NODE = Path("/dev/nvidiactl")
 
 
 def build() -> dict[str, Any]:
@@ -28,6 +32,12 @@ def build() -> dict[str, Any]:
 def available() -> bool:
     """Is there a build of these very sources?"""
     return (_build.target_folder() / _build.LIBRARY).exists()
+
+
+def nccl_plugin() -> str:
+    """The built NCCL plugin where this machine has an NVIDIA device; empty where there is no use for it."""
+    path = _build.target_folder() / _build.NCCL_LIBRARY
+    return str(path) if DEVICE_NODE.exists() and path.exists() else ""
 
 
 def status() -> dict[str, Any]:
@@ -51,7 +61,7 @@ def status() -> dict[str, Any]:
     return {**base, **found}
 
 
-def probes(found: dict[str, Any]) -> list[dict[str, str]]:
+def probes(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Each probe with a status word and the reason: ``cupti`` from :func:`status`, ``nccl`` and ``stats`` by file."""
     folder = _build.target_folder()
     rows = [{"probe": "cupti", "status": str(found["status"]), "reason": str(found["reason"])}]
@@ -60,8 +70,11 @@ def probes(found: dict[str, Any]) -> list[dict[str, str]]:
         rows.append({"probe": "nccl", "status": "not-built", "reason": "run: lanterne probe build"})
     elif os.environ.get("NCCL_PROFILER_PLUGIN") == str(plugin):
         rows.append({"probe": "nccl", "status": "set", "reason": "NCCL loads it with the first communicator"})
+    elif nccl_plugin():
+        rows.append({"probe": "nccl", "status": "ready", "reason": "lanterne run names it to NCCL"})
     else:
-        rows.append({"probe": "nccl", "status": "idle", "reason": f"set NCCL_PROFILER_PLUGIN={plugin} to use it"})
+        says = f"no NVIDIA device here ({DEVICE_NODE}); where there is one, lanterne run names it to NCCL"
+        rows.append({"probe": "nccl", "status": "no-device", "reason": says})
     if not stats.exists():
         rows.append({"probe": "stats", "status": "not-built", "reason": "run: lanterne probe build"})
     elif Stats(stats).has_cuda:
@@ -71,8 +84,8 @@ def probes(found: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
-def describe(result: dict[str, Any]) -> str:
-    """A build or status result for people: one line a fact."""
+def describe(result: Mapping[str, Any]) -> str:
+    """A build result, or a status with its ``probes``, for people: one line a fact."""
     lines = []
     if "compiler" in result:
         how = "found in the cache" if result["cached"] else "compiled"
@@ -83,5 +96,5 @@ def describe(result: dict[str, Any]) -> str:
         if not result["built"]:
             lines.append(result["reason"])
     else:
-        lines += [f"{row['probe']}: {row['status']}: {row['reason']}" for row in probes(result)]
+        lines += [f"{row['probe']}: {row['status']}: {row['reason']}" for row in result["probes"]]
     return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,8 +99,13 @@ class NcclRing:
         """NCCL's own name of a communicator, empty where it has none."""
         return (self._lib.ln_communicator_name(communicator) or b"").decode(errors="replace")
 
-    def drain(self) -> Iterator[NcclCall]:
-        """Calls since the last drain, oldest first; overwritten ones are counted in ``lost``."""
+    def skip(self) -> None:
+        """Leave out what came so far."""
+        self._read = int(self._lib.ln_head())
+
+    def drain(self) -> list[NcclCall]:
+        """Calls since the last drain or skip, oldest first; overwritten ones are counted in ``lost``."""
+        out: list[NcclCall] = []
         head = int(self._lib.ln_head())
         first = max(self._read, head - self._capacity)
         self.lost += first - self._read
@@ -111,9 +115,10 @@ class NcclRing:
             if r.version != 2 * n + 2:
                 self.lost += 1
                 continue
-            yield NcclCall(
+            out.append(NcclCall(
                 r.communicator, -1 if r.sequence == NO_SEQUENCE else r.sequence, r.function.decode(),
                 r.algorithm.decode(), r.protocol.decode(), r.datatype.decode(), r.bytes, r.rank, r.ranks, r.peer,
                 r.enqueued_ns, r.enqueue_ended_ns, r.gpu_first_ns, r.gpu_last_ns, r.channels,
                 r.channels_done >= r.channels > 0,
-            )  # fmt: skip
+            ))  # fmt: skip
+        return out

@@ -158,9 +158,7 @@ class BlackBox:
                 attributes = {"device": int(record[7]), "stream": int(record[8]), "activity": string(record[15])}
                 if record[9]:
                     attributes["lanterne.bytes"] = int(record[9])
-                given = self._fields(
-                    Kind.KERNEL, string(name), step, at, duration_ns=duration, attributes=attributes
-                )
+                given = self._fields(Kind.KERNEL, string(name), step, at, duration_ns=duration, attributes=attributes)
                 yield at + duration, 0, given
 
     def _from_notes(self, limit: int) -> Iterator[tuple[int, int, dict[str, Any]]]:

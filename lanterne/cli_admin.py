@@ -113,8 +113,10 @@ def probe_status(as_json: Json = False) -> None:
     Example: `lanterne probe status --json`
     """
     from lanterne import cuda_probe
+    from lanterne.collector.sources.collectives import tier_here
 
     result = cuda_probe.status()
+    result["probes"] = [*cuda_probe.probes(result), tier_here()]
     if as_json:
         print_json(result)
     else:

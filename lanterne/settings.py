@@ -44,6 +44,10 @@ class CollectorSettings:
     """``zstd``, ``gzip`` or ``none``; default OTEL_EXPORTER_OTLP_COMPRESSION, else gzip."""
     tap: str = "auto"
     """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapping), ``python`` or ``off``."""
+    kernels_every: int = 100
+    """Steps between windows of the kernel probe where a CUDA device is in use; 0 = on triggers only."""
+    probe_cupti: str = ""
+    """A libcupti for the kernel probe where the process has none mapped; given, no device is looked for beforehand."""
     grad_norm_every: int = 10
     """Steps between sampled gradient norms where the user's loop never clips."""
     spikeness_window: int = 50

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from lanterne import limits
+from lanterne import cuda_probe, limits
 from lanterne.collector.integrations.auto import note_exit
 from lanterne.collector.integrations.launch_orders import Orders
 from lanterne.collector.shipper import is_running
@@ -94,6 +94,9 @@ def environment(settings: CollectorSettings, command: Sequence[str], exits: str)
         value = getattr(settings, spec.name)
         if value != getattr(default, spec.name):
             environ[f"LANTERNE_{spec.name.upper()}"] = str(value)
+    plugin = cuda_probe.nccl_plugin()
+    if plugin:
+        environ.setdefault("NCCL_PROFILER_PLUGIN", plugin)
     name = settings.job or job_name(command, environ)
     if name:
         environ["LANTERNE_JOB"] = name

@@ -121,6 +121,28 @@ class PythonWriter:
         return blackbox.TAP_RECORDS_AT + (number & blackbox.TAP_RECORDS - 1) * blackbox.TAP_RECORD.size
 
 
+def tier_here() -> dict[str, str]:
+    """Which tier a run on this machine would use, and why: ``probe``, ``status`` (tap, hooks, python), ``reason``."""
+    try:
+        library = native.library_path()
+        if library.exists():
+            native.load(library)
+            return {"probe": "collectives", "status": "tap", "reason": f"compiled: {library}"}
+        found = native.compiler()
+        if found is not None:
+            return {"probe": "collectives", "status": "tap", "reason": f"compiled at the first attach with {found}"}
+        why = "no C++ compiler for the tap"
+    except (native.TapUnavailable, OSError, ImportError) as error:
+        why = str(error)
+    try:
+        from lanterne.collector.sources import collectives_python
+
+        status = "hooks" if collectives_python.hooks_available() else "python"
+    except ImportError:
+        return {"probe": "collectives", "status": "absent", "reason": "torch is not installed"}
+    return {"probe": "collectives", "status": status, "reason": why}
+
+
 def _backend_sequence(pg: Any) -> int:
     """How many calls the backend has counted in this group; the next call has this number on every rank."""
     try:

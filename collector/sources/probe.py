@@ -69,9 +69,7 @@ class ProbeSource:
     a CUPTI to load where the process has none mapped; given, no CUDA device is looked for beforehand.
     """
 
-    def __init__(
-        self, ring: Ring, *, every: int = EVERY_DEFAULT, library: str | Path = "", cupti: str = ""
-    ) -> None:
+    def __init__(self, ring: Ring, *, every: int = EVERY_DEFAULT, library: str | Path = "", cupti: str = "") -> None:
         self._ring, self._every, self._cupti = ring, every, cupti
         self._library = Path(library) if library else None
         self._asked = self._looks = 0
@@ -154,7 +152,8 @@ class ProbeSource:
                 a.name[: limits.KERNEL_NAME_CHARS_MAX], step, a.start_ns, max(0, a.end_ns - a.start_ns),
                 device=a.device, stream=a.stream, size=size, kind=a.kind,
             )  # fmt: skip
-        self._tell(taken, step, probe.clock[1])
+        if taken.records or taken.lost:
+            self._tell(taken, step, probe.clock[1])
 
     def _tell(self, taken: Taken, step: int, clock_error_ns: int) -> None:
         attributes: dict[str, AttributeValue] = {

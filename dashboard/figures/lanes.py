@@ -14,6 +14,8 @@ LANES_MAX = 64
 COLLECTIVE = "training.collective"
 KERNEL = "cuda.kernel"
 STEP = "training.step"
+KERNEL_WIDTH = {"kernel": 0.14}
+"""Kernels lie within the phases that launched them: a thin line, so that both are seen."""
 
 
 def _end(lane: Mapping[str, Any]) -> float:
@@ -87,7 +89,7 @@ def _phases(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             rows.setdefault(name, []).append((f"rank {lane['rank']}", span, says))
     order = [*theme.PHASES, *sorted(set(rows) - set(theme.PHASES))]
     return [
-        _bar(name.replace("_", " "), theme.PHASES.get(name, theme.GREY), rows[name], width=0.62)
+        _bar(name.replace("_", " "), theme.PHASES.get(name, theme.GREY), rows[name], width=KERNEL_WIDTH.get(name, 0.62))
         for name in order
         if name in rows
     ]

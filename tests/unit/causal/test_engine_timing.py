@@ -31,6 +31,22 @@ def test_a_slow_rank_is_named_in_either_phase(small, phase):
     assert {s.subject.rank for s in diagnosis.symptoms} == {0, 1, 3}
 
 
+@pytest.mark.parametrize(("busy", "says"), [(90.0, "its device worked 90 ms"), (21.0, "lost on the host")])
+def test_traced_kernels_tell_device_from_host(small, busy, says):
+    job = small(ranks=4)
+    job.work["forward"][40:, 2] += 60
+    for step in (20, 60, 80):
+        for rank in range(4):
+            ms = busy if rank == 2 and step >= 40 else 20.0
+            job.event("kernels", rank, step, device_ms=ms, longest="gemm", longest_ms=ms / 2)
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category.value, cause.subject.rank) == ("slow_compute", 2)
+    told = [e for e in cause.evidence if e.ref == "cuda.kernel step 80"]
+    assert [(e.value, e.baseline) for e in told] == [(busy, 20.0)]
+    assert says in told[0].says
+    assert "gemm" in told[0].says
+
+
 def test_equal_backward_times_do_not_hide_a_slow_backward(small):
     job = small(seed=2, noise=0.01)
     job.work["backward"][50:, 1] += 40

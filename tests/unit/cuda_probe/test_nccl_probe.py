@@ -24,7 +24,7 @@ from lanterne.cuda_probe.nccl import NcclRing
 plugin, standin, *numbers = sys.argv[1:]
 mask = ctypes.CDLL(standin).standin_nccl(plugin.encode(), *map(int, numbers))
 ring = NcclRing(plugin)
-rows = list(ring.drain())
+rows = ring.drain()
 first = rows[0]
 print(json.dumps({
     "mask": mask, "abi": ring.abi_version, "rows": len(rows), "lost": ring.lost, "counters": ring.counters(),
