@@ -42,7 +42,7 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def size_of(batch: Any) -> tuple[int, int]:
     """(samples, tokens) of a batch; tokens are counted where its tensor holds integer ids ``[samples, length]``."""
-    first = next(tensors_in(batch), None)
+    first = batch if hasattr(batch, "is_floating_point") else next(tensors_in(batch), None)
     if isinstance(batch, dict):
         first = next((batch[k] for k in TOKEN_KEYS if k in batch and hasattr(batch[k], "shape")), first)
     if first is None or first.dim() == 0:

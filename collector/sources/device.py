@@ -31,8 +31,7 @@ def local(value: Any) -> Any:
 
 def on_device(value: Any) -> bool:
     """Does reading this value wait for a device?"""
-    device = getattr(value, "device", None)
-    return device is not None and device.type != "cpu"
+    return not getattr(value, "is_cpu", True)
 
 
 class DeviceValues:

@@ -67,6 +67,7 @@ class Gradients:
         self.norms, self.ratios, self.sums = Interval(every), Interval(UPDATE_EVERY), Interval(CHECKSUM_EVERY)
         self.replicated = replicated
         self._hits = tap.hits() if tap is not None else 0
+        self._averaging: tuple[float, Any] = 1.0, None  # what DDP divided by, and for which model that is known
         self._names: dict[int, str] | None = None
         self._layers: tuple[list[str], Any, int] | None = None
         self._before: list[tuple[Any, Any]] = []
@@ -167,10 +168,12 @@ class Gradients:
         DDP divides by the group's size while it fills a bucket, unless a communication hook does the averaging.
         A scaled loss scales the gradients too.
         """
-        factor = 1.0
-        group = getattr(self.model, "process_group", None)
-        if hasattr(self.model, "reducer") and group is not None and not getattr(self.model, "_comm_hooks", ()):
-            factor = float(group.size())
+        factor, known = self._averaging
+        if known is not self.model:
+            own = vars(self.model) if self.model is not None else {}
+            group = own.get("process_group") if "reducer" in own and not own.get("_comm_hooks") else None
+            factor = 1.0 if group is None else float(group.size())
+            self._averaging = factor, self.model
         scale = self.recorder.loss_scale
         return factor / scale if scale == scale and scale > 0 else factor
 
