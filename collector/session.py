@@ -23,6 +23,7 @@ from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.ring import Ring
 from lanterne.collector.sources.checkpoint import CheckpointSource
 from lanterne.collector.sources.collectives import Collectives
+from lanterne.collector.sources.compile import CompileSource
 from lanterne.collector.sources.dataloader import DataLoaderSource, sampler_facts
 from lanterne.collector.sources.environment import environment_facts, seed_facts
 from lanterne.collector.sources.gradients import Gradients
@@ -71,6 +72,7 @@ class Session:
         self._hooks: TrainingHooks | None = None
         self._worker_server: WorkerServer | None = None
         self._told_data = False
+        self._ends = threading.Event()
         self._seed_told = False
 
     # --- starting ---------------------------------------------------------------------------------
@@ -116,7 +118,9 @@ class Session:
         recorder.before_close.append(gradients.before_close)
         recorder.at_boundary += [self.collectives.look, self._checkpoints.look, self._every_so_often]
         nccl = NcclSource(recorder.ring, every=self.settings.kernels_every)
-        recorder.at_boundary += [self._kernels.boundary, nccl.boundary]
+        compiles = CompileSource(recorder, patches)
+        recorder.at_boundary += [self._kernels.boundary, nccl.boundary, compiles.look]
+        self._try("compile", compiles.look)
         self._try("training hooks", lambda: hooks.install(patches, self.model))
         self._try("data loader", lambda: self._data.install(patches))
         self._try("checkpoints", lambda: self._checkpoints.install(patches))
@@ -183,6 +187,7 @@ class Session:
             from lanterne.collector import shipper
 
             self._try("shipper", lambda: shipper.ensure_running(self.folder, self.settings))
+            self._try("keeper", lambda: shipper.keep_running(self.folder, self.settings, self._ends))
         if self.settings.commands:
             from lanterne.collector import commands
 
@@ -358,6 +363,7 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        self._ends.set()
         if not self.enabled or os.getpid() != self._pid:
             return
         try:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LOCK, LOG = "shipper.lock", "shipper.log"
 LOG_BYTES_MAX = 1 << 20
+KEEP_S = 10.0
+"""A killed shipper is replaced after this at most."""
 
 _threads: dict[str, tuple[int, Shipper]] = {}  # folder -> (pid that started it, shipper): thread mode only
 _guard = threading.Lock()
@@ -76,6 +78,17 @@ def ensure_running(folder: Path, settings: CollectorSettings) -> None:
         _start_thread(folder, settings)
     except Exception as error:
         sys.stderr.write(f"lanterne: no shipper ({type(error).__name__}: {error}); {folder} keeps the records\n")
+
+
+def keep_running(folder: Path, settings: CollectorSettings, stop: threading.Event) -> None:
+    """From a daemon thread: start a shipper again within ``KEEP_S`` of its end, until ``stop`` is set."""
+
+    def keep() -> None:
+        while not stop.wait(KEEP_S):
+            ensure_running(folder, settings)
+
+    if settings.shipper == "process":
+        threading.Thread(target=keep, name="lanterne-keeper", daemon=True).start()
 
 
 def child_environment(settings: CollectorSettings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -30,6 +30,7 @@ CPU_READING_NS, CPU_READING_STEPS = 1_000, 64
 ERRORS_NOTED_MAX = 16
 NONFINITE_NOTED_MAX = 16
 NAN = float("nan")
+_NO_VALUES = (0.0,) * 5
 
 BOUNDARY_NAMES = (
     "training.lr", "training.lr_planned", "training.lr_drift", "training.loss_scale", "training.samples",
@@ -207,6 +208,16 @@ class Recorder:
         self._cpu, self._cpu_step = cpu, step + 1
         self._cpu_due = step + min(CPU_READING_STEPS, max(1, cost // CPU_READING_NS))
         return used
+
+    def group_rate(self, group: int, lr: float, planned: float, first: float) -> None:
+        """Rate and drift of a further parameter group (label ``group N``), against its plan, else its first rate."""
+        against = planned if planned == planned else first
+        mask = 1 | (2 if planned == planned else 0) | (4 if against else 0)
+        drift = (lr - against) / against if against else NAN
+        self.record(
+            METRICS_RECORD, mask, self.boundary_ids, self.step, monotonic_ns(), (lr, planned, drift, *_NO_VALUES),
+            self.ring.intern(f"group {group}"),
+        )  # fmt: skip
 
     # --- values -----------------------------------------------------------------------------------
 

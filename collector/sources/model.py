@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,16 @@ class ModelFinder:
         self._candidates: dict[int, Any] = {}
         self._inside: Any = None
         self._handles: list[Any] = []
+        self._compiling: Callable[[], bool] = bool
 
     def install(self, patches: Patches) -> None:
+        import torch
         from torch.nn.modules import module as modules
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        self._compiling = torch.compiler.is_compiling
+        # ours are gone after the first step, and firing twice does no harm
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         self._handles = [
             modules.register_module_forward_pre_hook(self._enter),
             modules.register_module_forward_hook(self._leave, always_call=True),
@@ -60,16 +66,16 @@ class ModelFinder:
             self._handles.pop().remove()
 
     def _enter(self, module: Any, args: Any) -> None:
-        if self._inside is None and module.training:
+        if not self._compiling() and self._inside is None and module.training:
             self._inside = module
             self._candidates.setdefault(id(module), module)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
-        if module is self._inside:
+        if not self._compiling() and module is self._inside:
             self._inside = None
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.hooks.optimizer is not None and optimizer is not self.hooks.optimizer:
+        if self._compiling() or (self.hooks.optimizer is not None and optimizer is not self.hooks.optimizer):
             return
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for module in self._candidates.values():

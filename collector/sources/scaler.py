@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 _KEYS = SEPARATOR.join(("scale_before", "scale_after"))
+AMP_CALLS = "amp_calls"
+"""Event: the order of the calls around the scaler in one step (``calls`` = names, joined by commas)."""
+CALLS_MAX, ORDERS_TOLD_MAX = 16, 8
 
 
 class ScalerSource:
@@ -30,12 +33,42 @@ class ScalerSource:
         self.stepping = False
         self.optimizer_fired = False
         self.scaling = False
+        self.active = False  # a scaler is at work in this run
+        self._calls: list[str] = []
+        self._told: tuple[str, ...] | None = None
+        self._steps = self._orders = 0
+
+    # --- the order of calls -----------------------------------------------------------------------
+
+    def called(self, name: str) -> None:
+        """A call of this step, kept once in a row; nothing while no scaler is at work."""
+        calls = self._calls
+        if self.active and len(calls) < CALLS_MAX and (not calls or calls[-1] != name):
+            calls.append(name)
+
+    def called_backward(self) -> None:
+        import torch
+
+        self.called("backward_in_autocast" if torch.is_autocast_enabled() else "backward")
+
+    def step_ends(self) -> None:
+        """Tell the order where it is a new one. The first step is left out: it may have begun before us."""
+        order, self._calls = tuple(self._calls), []
+        self._steps += 1
+        if self._steps == 1 or order == self._told or self._orders >= ORDERS_TOLD_MAX or not order:
+            return
+        self._told = order
+        self._orders += 1
+        self.recorder.ring.note(AMP_CALLS, self.recorder.step, monotonic_ns(), {"calls": ",".join(order)})
+
+    # --- wrapping ---------------------------------------------------------------------------------
 
     def install(self, patches: Patches) -> None:
-        """Wrap ``scale``, ``step`` and ``update`` of torch's GradScaler class."""
+        """Wrap ``scale``, ``unscale_``, ``step`` and ``update`` of torch's GradScaler class."""
         from torch.amp.grad_scaler import GradScaler
 
         patches.wrap(GradScaler, "scale", self._scale)
+        patches.wrap(GradScaler, "unscale_", self._unscale)
         patches.wrap(GradScaler, "step", self._step)
         patches.wrap(GradScaler, "update", self._update)
 
@@ -45,15 +78,27 @@ class ScalerSource:
         def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(outputs, "ndim", None) == 0 and scaler.is_enabled():
                 recorder.loss(outputs)
+                self.active = True
+                self.called("scale")
                 self.scaling = True  # what backward is called on is this loss again, scaled
             return original(scaler, outputs, *args, **kwargs)
 
         return scale
 
+    def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled() and not self.stepping:
+                self.called("unscale")
+            return original(scaler, *args, **kwargs)
+
+        return unscale
+
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if not scaler.is_enabled():
                 return original(scaler, *args, **kwargs)
+            self.active = True
+            self.called("step")
             self.stepping, self.optimizer_fired = True, False
             try:
                 return original(scaler, *args, **kwargs)
@@ -67,6 +112,7 @@ class ScalerSource:
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if not scaler.is_enabled():
                 return original(scaler, *args, **kwargs)
+            self.called("update")
             before, found = self._flags(scaler)
             result = original(scaler, *args, **kwargs)
             try:

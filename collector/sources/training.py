@@ -12,7 +12,7 @@ from typing import Any
 
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.sources.collectives import TapFile
-from lanterne.collector.sources.device import local
+from lanterne.collector.sources.device import local, on_device
 from lanterne.collector.sources.gradients import Gradients
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.sources.scaler import ScalerSource
@@ -21,6 +21,9 @@ from lanterne.collector.steps import BACKWARD, EVAL, FORWARD, NAN, OPTIMIZER, Re
 
 LOOK_FOR_SCHEDULER_AT = 2
 """Optimizer steps after which a scheduler that nobody passed is looked for on the heap, once."""
+
+GROUP_RATES_EVERY, GROUPS_TOLD_MAX = 10, 16
+"""Steps between readings of the rates of the parameter groups behind the first, and how many of them are told."""
 
 
 class TrainingHooks:
@@ -46,6 +49,8 @@ class TrainingHooks:
         self._forward_began = self._optimizer_began = 0
         self._forward_phase = FORWARD
         self._in_backward = False
+        self._first_rates: dict[int, float] = {}
+        self._compiling: Callable[[], bool] = bool
         if scheduler is not None and optimizer is not None:
             self._make_plan()
 
@@ -55,6 +60,7 @@ class TrainingHooks:
         from torch.nn.utils import clip_grad
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        self._compiling = torch.compiler.is_compiling
         if model is not None:
             self.watch_model(model, patches)
         patches.wrap(torch.autograd, "backward", self._backward)
@@ -73,6 +79,8 @@ class TrainingHooks:
     # --- forward and backward ---------------------------------------------------------------------
 
     def _before_forward(self, module: Any, args: Any) -> None:
+        if self._compiling():  # a hook in a compiled frame is traced: there must be nothing in it
+            return
         recorder = self.recorder
         if recorder.user_phase >= 0 or self._in_backward:
             return
@@ -82,6 +90,8 @@ class TrainingHooks:
             self.meter.spent += monotonic_ns() - began
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if self._compiling():
+            return
         began, self._forward_began = self._forward_began, 0
         if began:
             at = monotonic_ns()
@@ -94,7 +104,7 @@ class TrainingHooks:
         tell = self.tap.tell_backward if self.tap is not None else _nothing
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or recorder.user_phase >= 0:
+            if self._compiling() or self._in_backward or recorder.user_phase >= 0:
                 return original(tensors, *args, **kwargs)
             began = recorder.enter(BACKWARD)
             if self.scaler.scaling:
@@ -102,6 +112,8 @@ class TrainingHooks:
             elif getattr(tensors, "ndim", None) == 0:
                 recorder.loss(tensors)
             self._in_backward = True
+            if self.scaler.active:
+                self.scaler.called_backward()
             tell(1)
             if meter.on:
                 meter.spent += monotonic_ns() - began
@@ -121,7 +133,10 @@ class TrainingHooks:
 
     def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
+            if self._compiling():
+                return original(*args, **kwargs)
             self._look()
+            self.scaler.called("clip")
             norm = original(*args, **kwargs)
             try:
                 self.took_norm(norm)
@@ -151,6 +166,8 @@ class TrainingHooks:
     # --- optimizer --------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._compiling():
+            return
         if self.optimizer is None:
             self.optimizer = optimizer
         if optimizer is not self.optimizer:
@@ -158,8 +175,12 @@ class TrainingHooks:
         recorder = self.recorder
         began = self._optimizer_began = recorder.enter(OPTIMIZER) if recorder.user_phase < 0 else 0
         self.scaler.optimizer_fired = True
+        if not self.scaler.stepping:
+            self.scaler.called("optimizer_step")
         try:
             self._rate(optimizer)
+            if len(optimizer.param_groups) > 1 and recorder.step % GROUP_RATES_EVERY == 0:
+                self._group_rates(optimizer)
             self.gradients.before_step(optimizer)
         except Exception as error:
             recorder.failed("optimizer", error)
@@ -167,6 +188,8 @@ class TrainingHooks:
             self.meter.spent += monotonic_ns() - began
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._compiling():
+            return
         if optimizer is not self.optimizer:
             return
         at = monotonic_ns()
@@ -199,6 +222,8 @@ class TrainingHooks:
     def end_step(self) -> None:
         """Close the step at which the optimizer stepped."""
         self.stepped = False
+        if self.scaler.active:
+            self.scaler.step_ends()
         self.recorder.close()
 
     # --- learning rate ----------------------------------------------------------------------------
@@ -215,6 +240,16 @@ class TrainingHooks:
             recorder.lr_planned = self.plan.rate()
         elif self.scheduler is None and recorder.lr_zero != recorder.lr_zero:
             recorder.lr_zero = lr
+
+    def _group_rates(self, optimizer: Any) -> None:
+        """Rates of the groups behind the first, which :meth:`_rate` tells every step."""
+        plan = self.plan.rates() if self.plan is not None else []
+        for i, group in enumerate(optimizer.param_groups[1:GROUPS_TOLD_MAX], start=1):
+            lr = group.get("lr")
+            if lr is None or on_device(lr):
+                continue
+            first = NAN if self.scheduler is not None else self._first_rates.setdefault(i, float(lr))
+            self.recorder.group_rate(i, float(lr), plan[i] if i < len(plan) else NAN, first)
 
     def _find_scheduler(self) -> None:
         try:
