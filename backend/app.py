@@ -31,6 +31,7 @@ from lanterne.backend.api import (
     steps,
     system,
 )
+from lanterne.backend.api.accounts import Accounts
 from lanterne.backend.api.context import Context
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.news import News
@@ -110,8 +111,9 @@ def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
     hub = Hub()
     runner = LiveRunner(store, control, settings, clock=clock, alerter=alerter)
     context = Context(
-        store=store, control=control, settings=settings, hub=hub, clock=clock, alerter=alerter, safety=runner.safety
-    )
+        store=store, control=control, settings=settings, hub=hub, clock=clock, alerter=alerter, safety=runner.safety,
+        accounts=Accounts(store, control, clock),
+    )  # fmt: skip
     intake = Intake(store, control)
     return Parts(
         context=context,

@@ -33,7 +33,7 @@ from lanterne.backend.ingest.decode import decode
 from lanterne.nouns import AttributeValue, Event, Identity, Kind
 
 SPANS_A_BODY = 2_000  # limits.EXPORT_BATCH_EVENTS, rounded
-SENDERS = 4
+SENDERS = 16
 SHAPE = (
     (Kind.PHASE, "forward"), (Kind.PHASE, "backward"), (Kind.COLLECTIVE, "all_reduce"), (Kind.STEP, "step"),
 )  # fmt: skip

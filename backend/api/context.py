@@ -14,6 +14,7 @@ from fastapi import Depends, Path, Query, Request
 
 from lanterne import limits
 from lanterne.backend.alerts import Alerter
+from lanterne.backend.api.accounts import Accounts
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.problems import Problem
 from lanterne.backend.detect.safety import Safety
@@ -39,6 +40,7 @@ class Context:
     alerter: Alerter
     safety: Callable[[str, int], Safety | None]
     """(job, attempt) -> its breakers and service rules as the live runner left them."""
+    accounts: Accounts
     heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Room for two ad-hoc queries or diagnoses at a time."""
     _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)

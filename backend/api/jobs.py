@@ -7,10 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from lanterne import limits
-from lanterne.backend import sla
 from lanterne.backend.api import queries, shapes
 from lanterne.backend.api.context import (
-    Context,
     Ctx,
     Cursor,
     JobId,
@@ -21,10 +19,10 @@ from lanterne.backend.api.context import (
     encode_cursor,
     page,
 )
+from lanterne.backend.api.overview import all_signs, overviews
 from lanterne.backend.api.problems import Problem
-from lanterne.backend.api.states import Signs, job_state, rank_state, signs
-from lanterne.backend.store.records import JobRecord, rfc3339
-from lanterne.nouns import to_json
+from lanterne.backend.api.states import rank_state
+from lanterne.backend.store.records import rfc3339
 
 router = APIRouter(tags=["jobs"])
 
@@ -35,20 +33,15 @@ def jobs(context: Ctx, who: Who, limit: Limit = limits.PAGE_ROWS_DEFAULT, cursor
     before = decode_cursor(cursor, int, str)
     only = who.job or None
     found = context.control.jobs(only=only, before=(before[0], before[1]) if before else None, limit=limit + 1)
-    summary = context.control.incident_summary([job.id for job in found])
-    return page(
-        found,
-        limit,
-        lambda job: _overview(context, job, summary[job.id]),
-        lambda job: encode_cursor(job.last_seen_ns, job.id),
-    )
+    shown = {row["id"]: row for row in overviews(context, found[:limit])}
+    return page(found, limit, lambda job: shown[job.id], lambda job: encode_cursor(job.last_seen_ns, job.id))
 
 
 @router.get("/jobs/{job}", response_model=shapes.JobDetail)
 def one_job(context: Ctx, at: OfJob) -> dict[str, Any]:
     """One job with its attached settings, mesh and hosts."""
     job = at.job
-    found = _overview(context, job, context.control.incident_summary([job.id])[job.id])
+    found = overviews(context, [job])[0]
     rows = context.store.rows(
         "SELECT attributes FROM logs WHERE job = ? AND attempt = ? AND name = 'attached' ORDER BY rank LIMIT 1", at.key
     )
@@ -61,82 +54,22 @@ def one_job(context: Ctx, at: OfJob) -> dict[str, Any]:
     }
 
 
-def _signs(context: Context, job: str, attempt: int) -> dict[int, Signs]:
-    """Last signs of all ranks seen, heartbeats and registered times included."""
-    now = context.clock.unix_ns()
-    found = signs(queries.sign_rows(context.store, job, attempt))
-    beats = queries.beats(context.store, job, attempt, now)
-    for record in context.control.ranks(job, attempt):
-        rank = record.identity.rank
-        old = found.get(rank, Signs(rank=rank))
-        seen = max(old.last_seen_ns, record.last_seen_ns, int(beats.get(rank, {}).get("received_ns") or 0))
-        found[rank] = Signs(
-            rank=rank,
-            ended=old.ended,
-            closed=old.closed,
-            exit_code=old.exit_code,
-            signal=old.signal,
-            stalled=old.stalled,
-            last_seen_ns=seen,
-        )
-    return found
-
-
-def _overview(context: Context, job: JobRecord, summary: tuple[int, float, str]) -> dict[str, Any]:
-    newest = job.attempt
-    attempt = newest.attempt if newest else 0
-    found = _signs(context, job.id, attempt)
-    step, step_ms = queries.pace(context.store, job.id, attempt)
-    values = queries.last_values(context.store, job.id, attempt, step) if step is not None else {}
-    hang = any(r.incident.kind == "hang" for r in context.control.incidents(job.id, open_only=True, limit=20))
-    open_incidents, lost, verdict = summary
-    return {
-        "id": job.id,
-        "state": job_state(list(found.values()), context.clock.unix_ns(), hang_open=hang),
-        "attempt": attempt,
-        "attempts": len(job.attempts),
-        "world_size": newest.world_size if newest else 0,
-        "ranks_seen": len(found),
-        "host_count": len({r.identity.host for r in context.control.ranks(job.id, attempt)}),
-        "first_seen": rfc3339(job.first_seen_ns),
-        "last_seen": rfc3339(job.last_seen_ns),
-        "step": step,
-        "step_ms": queries.finite(step_ms),
-        "throughput": queries.finite(values.get("training.throughput")),
-        "loss": queries.finite(values.get("training.loss")),
-        **context.cached(("goodput", job.id, attempt), lambda: _goodput(context, job)),
-        "open_incidents": open_incidents,
-        "gpu_hours_lost": queries.finite(lost) or 0.0,
-        "verdict": verdict,
-    }
-
-
-def _goodput(context: Context, job: JobRecord) -> dict[str, Any]:
-    report = to_json(sla.report(context.store, context.control, job.id))
-    goodput = report.get("goodput") or {}
-    productive = float(goodput.get("productive_s") or 0.0)
-    total = productive + sum(float(v or 0.0) for v in (goodput.get("badput") or {}).values())
-    return {
-        "goodput": queries.finite(productive / total) if total else None,
-        "ettr": queries.finite(report.get("ettr")),
-    }
-
-
 @router.get("/jobs/{job}/ranks", response_model=shapes.Page[shapes.Rank])
 def ranks(context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, cursor: Cursor = None) -> dict[str, Any]:
     """Ranks of an attempt in rank order, with their last signs and clock offsets."""
     after = decode_cursor(cursor, int)
     first = after[0] + 1 if after else 0
     store, key, now = context.store, at.key, context.clock.unix_ns()
-    found = _signs(context, at.job.id, at.attempt)
+    here = (at.job.id, at.attempt)
+    found = all_signs(context, [here])[0][here]
     progress = {r["rank"]: r for r in store.rows("SELECT * FROM rank_progress WHERE job = ? AND attempt = ?", key)}
     clocks = {r["rank"]: r for r in store.rows("SELECT * FROM rank_clocks WHERE job = ? AND attempt = ?", key)}
-    beats = queries.beats(store, at.job.id, at.attempt, now)
+    beats = queries.beats(store, [here], now)
     dropped = queries.dropped(store, at.job.id, at.attempt)
 
     def show(record: Any) -> dict[str, Any]:
         identity, rank = record.identity, record.identity.rank
-        sign, clock, beat = found[rank], clocks.get(rank), beats.get(rank, {})
+        sign, clock, beat = found[rank], clocks.get(rank), beats.get((*here, rank), {})
         return {
             "rank": rank,
             "local_rank": identity.local_rank,

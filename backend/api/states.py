@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SILENT_S = 30.0
@@ -21,6 +21,10 @@ class Signs:
     signal: int | None = None
     stalled: bool = False
     last_seen_ns: int = 0
+
+    def seen(self, at_ns: int) -> Signs:
+        """The same signs, with another one at ``at_ns``."""
+        return replace(self, last_seen_ns=max(self.last_seen_ns, at_ns))
 
 
 def signs(rows: Iterable[Mapping[str, Any]]) -> dict[int, Signs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from lanterne.backend.store.records import (
     OPEN_STATUSES,
     DecisionRecord,
     IncidentRecord,
+    IncidentSummary,
     NoteRecord,
     SilenceRecord,
 )
@@ -117,25 +119,26 @@ class Incidents(Database):
             session.flush()
             return _record(row)
 
-    def incident_summary(self, jobs: Sequence[str]) -> dict[str, tuple[int, float, str]]:
-        """By job: open incidents, GPU-hours lost by first causes of all incidents, verdict of the newest open one."""
+    def incident_summary(self, jobs: Sequence[str]) -> dict[str, IncidentSummary]:
+        """What the job list says of incidents, by job; jobs without any are there too."""
         with self.reading() as session:
-            opened = select(IncidentRow.job, IncidentRow.verdict).where(
+            opened = select(IncidentRow.job, IncidentRow.verdict, IncidentRow.kind).where(
                 IncidentRow.job.in_(jobs), IncidentRow.status.in_(OPEN_STATUSES)
             )
-            found: dict[str, tuple[int, float, str]] = dict.fromkeys(jobs, (0, 0.0, ""))
-            for job, verdict in session.execute(opened.order_by(IncidentRow.opened_ns.desc())):
-                count, lost, says = found[job]
-                found[job] = (count + 1, lost, says or verdict)
+            found = dict.fromkeys(jobs, IncidentSummary())
+            for job, verdict, kind in session.execute(opened.order_by(IncidentRow.opened_ns.desc())):
+                old = found[job]
+                found[job] = IncidentSummary(
+                    open=old.open + 1, verdict=old.verdict or verdict, hang_open=old.hang_open or kind == "hang"
+                )
             costs = (
                 select(IncidentRow.job, func.sum(CauseRow.gpu_hours))
                 .join(CauseRow, CauseRow.incident == IncidentRow.id)
                 .where(IncidentRow.job.in_(jobs), CauseRow.place == 0)
                 .group_by(IncidentRow.job)
             )
-            for job, lost_hours in session.execute(costs):
-                count, _, says = found[job]
-                found[job] = (count, float(lost_hours or 0.0), says)
+            for job, lost in session.execute(costs):
+                found[job] = replace(found[job], gpu_hours_lost=float(lost or 0.0))
         return found
 
     def save_graph(self, incident: str, graph: Mapping[str, Any]) -> None:

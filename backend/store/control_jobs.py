@@ -134,6 +134,17 @@ class Jobs(Database):
             size = session.scalar(select(Attempt.world_size).where(Attempt.job == job, Attempt.attempt == attempt))
             return [_rank_record(row, size or 0) for row in session.scalars(query)]
 
+    def rank_places(self, keys: Iterable[tuple[str, int]]) -> list[tuple[str, int, int, str, int]]:
+        """(job, attempt, rank, host, last_seen_ns) of all ranks seen in these (job, attempt), in no order."""
+        wanted = dict(keys)
+        query = select(Rank.job, Rank.attempt, Rank.rank, Rank.host, Rank.last_seen_ns).where(Rank.job.in_(wanted))
+        with self.reading() as session:
+            return [
+                (job, attempt, rank, host, seen)
+                for job, attempt, rank, host, seen in session.execute(query)
+                if wanted[job] == attempt
+            ]
+
     def job_key(self, job: str) -> tuple[bytes, bytes]:
         """(private, public) Ed25519 halves of the job, raw 32 bytes each; made once at first use."""
         with self.reading() as session:

@@ -72,6 +72,17 @@ class IncidentRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentSummary:
+    """A job's incidents in short: how many are open, GPU-hours lost by the first causes of all of them, the verdict
+    of the newest open one, and whether one of the open ones is a hang."""
+
+    open: int = 0
+    gpu_hours_lost: float = 0.0
+    verdict: str = ""
+    hang_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
     incident: str
     job: str

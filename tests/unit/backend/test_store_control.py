@@ -16,6 +16,7 @@ from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore, control_url
 from lanterne.backend.store.database import engine_of
 from lanterne.backend.store.models import Base
+from lanterne.backend.store.records import IncidentSummary
 from lanterne.clock import SimulatedClock
 from lanterne.errors import CommandRefused, StoreUnavailable, UsageError
 from lanterne.nouns import Cause, CauseCategory, Cost, Identity, Incident, IncidentStatus, Severity, Subject, to_json
@@ -124,7 +125,9 @@ def test_incidents_are_replaced_with_their_causes_and_come_back_whole(control: C
     assert to_json(found.incident) == to_json(incident(status=IncidentStatus.RESOLVED))
     assert (found.fingerprint, found.verdict, found.open) == ("f", "rank 3 waits for data", False)
     control.save_incident("job", 0, incident("i2"), verdict="again")
-    assert control.incident_summary(["job", "none"]) == {"job": (1, 1.0, "again"), "none": (0, 0.0, "")}
+    about = control.incident_summary(["job", "none"])
+    assert about["none"] == IncidentSummary()
+    assert about["job"] == IncidentSummary(open=1, gpu_hours_lost=1.0, verdict="again", hang_open=False)
     assert [r.incident.id for r in control.incidents("job", open_only=True)] == ["i2"]
     changed = control.set_incident_status("i2", IncidentStatus.DISMISSED)
     assert changed is not None
