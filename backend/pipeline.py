@@ -18,6 +18,7 @@ from lanterne.backend import dispatch
 from lanterne.backend.alerts import Alerter
 from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
 from lanterne.backend.align.facts import assemble, read_window
+from lanterne.backend.align.follow import Follower
 from lanterne.backend.align.frame import Frame
 from lanterne.backend.detect import heartbeat
 from lanterne.backend.detect.heartbeat import Beats
@@ -75,6 +76,7 @@ class _Watched:
     beats: Beats = field(default_factory=Beats)
     beats_at_ns: int = 0
     safety: Safety | None = None
+    follower: Follower | None = None
 
 
 class LiveRunner:
@@ -162,6 +164,9 @@ class LiveRunner:
             for key, watched in self._watched.items()
             if key not in keys and any(case.open for case in watched.cases) and now - watched.last_ns < ACTIVE_S * 1e9
         }
+        for key, watched in self._watched.items():
+            if key not in keys | quiet and now - watched.last_ns > ACTIVE_S * 1e9:
+                watched.follower = None  # its memory; it is built anew when the job speaks again
         for key in sorted(keys | quiet):
             try:
                 self.evaluate(*key)
@@ -187,10 +192,7 @@ class LiveRunner:
             if self.alerter is not None:
                 self.alerter.remember(case.incident for case in watched.cases)
         now = self.clock.unix_ns()
-        frame = read_window(self.store, job, attempt, LIVE_STEPS)
-        frame, seen_ns = _until_ended(self.control, frame, now)
-        expected = _world_size(self.control, job, attempt)
-        facts, clocks = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
+        facts, clocks = self._facts(job, attempt, watched, now)
         beats = self._heard(job, attempt, watched, now)
         judgement = evaluate(facts, watched.cases, now_ns=now, beats=beats, before=watched.safety)
         watched.safety = judgement.safety
@@ -216,6 +218,23 @@ class LiveRunner:
             columns = [found.column(name).to_numpy().astype(np.int64) for name in found.column_names]
             watched.beats, watched.beats_at_ns = heartbeat.joined(watched.beats, *columns), now_ns
         return watched.beats
+
+    def _facts(self, job: str, attempt: int, watched: _Watched, now: int) -> tuple[Facts, Clocks]:
+        """Series of the last steps from the store, calls from the stream that aligns them as they come in."""
+        frame = read_window(self.store, job, attempt, LIVE_STEPS, calls=False)
+        if watched.follower is None:
+            watched.follower = Follower(self.store, job, attempt, LIVE_STEPS)
+        watched.follower.catch_up(now)
+        frame, seen_ns = _until_ended(self.control, frame, now)
+        expected = _world_size(self.control, job, attempt)
+        since = int(frame.spans.step.min()) if len(frame.spans.step) else 0
+        aligned = watched.follower.aligned(sorted(frame.hosts), since=since)
+        facts, clocks = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",), aligned=aligned)
+        late = watched.follower.aligner.late
+        if late:
+            note = f"{late} collective calls came more than {LIVE_STEPS} steps late and are not aligned"
+            facts = replace(facts, quality=replace(facts.quality, notes=(*facts.quality.notes, note)))
+        return facts, clocks
 
     def _settle(self, job: str, attempt: int, watched: _Watched, case: Case, facts: Facts) -> Case:
         """Save a case that changed, then hand it to the policy and save what that did."""

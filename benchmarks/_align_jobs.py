@@ -133,8 +133,8 @@ def _pings(job: Skewed, rng: np.random.Generator, every_ns: int, end_ns: int, mo
             there, back = (np.int64(1e3 * (ONE_WAY_US + rng.exponential(jitter))) for _ in range(2))
             times = np.array([at, at + there, at + there + 5_000, at + there + back + 5_000], np.int64)
             own = job.wall(np.full(4, host), times)
-            mono = at + int(at * job.drift[host]) + BOOT_NS
-            mono -= int(_slept(job, np.array([host]), np.array([at]))[0])
+            mono = int(times[3]) + int(times[3] * job.drift[host]) + BOOT_NS
+            mono -= int(_slept(job, np.array([host]), times[3:])[0])
             found.append(
                 Snapshot(
                     rank=lead[host], t0_ns=int(own[0]) + START_NS, t1_ns=int(times[1]) + START_NS,

@@ -20,53 +20,23 @@ exits add is in ``exits``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from lanterne.backend.align import exits
-from lanterne.backend.align.clock_table import UNKNOWN_NS, Clocks, Snapshot
+from lanterne.backend.align.clock_keys import Keys, Marks, Rows, prepare, units_of
+from lanterne.backend.align.clock_table import UNKNOWN_NS, Bounds, Clocks, Snapshot
 from lanterne.backend.align.frame import Floats, Frame, Ints
-from lanterne.backend.align.matching import Calls, completion_spread_ns
+from lanterne.backend.align.matching import Calls
 
 __all__ = ["UNKNOWN_NS", "Clocks", "Snapshot", "estimate", "snapshots_of", "units_of"]
 DRIFT_MAX_PPM = 100.0
 DRIFT_RESIDUAL_PPM = 2.0
 DRIFT_WINDOWS = 10
 WINDOW_NS = 1_000_000_000
-JUMP_NS = 50_000
 SAME_HOST_ERROR_NS = 1_000
 PASSES = 4
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Working set: calls joined with keys. Times are ns since ``base``, float64 (exact below 104 days)."""
-
-    entered: Floats
-    completed: Floats  # inf = pending
-    slot: Ints
-    first: Ints
-    key: Ints
-    together: np.ndarray  # exits of this op are simultaneous
-
-
-@dataclass(slots=True)
-class _Keys:
-    unit: Ints
-    segment: Ints
-    window: Ints
-    begin: Floats
-    low: Floats  # from snapshots; -inf where none
-    high: Floats
-    anchor: np.ndarray  # known to be 0: the reference clock
-    monotonic: Floats  # at ``begin``; 0 = not known
-
-
-def units_of(ranks: Sequence[int], hosts: Mapping[int, str]) -> dict[int, int]:
-    """Rank -> clock unit: ranks of one named host share one; a rank with no host name is its own."""
-    names: dict[str, int] = {}
-    return {rank: names.setdefault(hosts.get(rank) or f"rank {rank}", len(names)) for rank in sorted(ranks)}
 
 
 def snapshots_of(frame: Frame) -> list[Snapshot]:
@@ -94,72 +64,80 @@ def estimate(
     """Offset intervals of every rank seen in ``calls``, ``snapshots`` or ``ranks``. Linear in their number."""
     seen = sorted({*np.unique(calls.rank).tolist(), *(s.rank for s in snapshots), *ranks} - {-1})
     unit = units_of(seen, hosts or {})
-    count = len(set(unit.values()))
-    if count <= 1:
-        return _one_clock(unit, calls, snapshots)
-    if not len(calls) and not snapshots:
-        return _no_evidence(unit)
-    rows, keys, base = _prepare(calls, unit, snapshots, window_ns)
-    rows, keys = _uncross(rows, keys, window_ns)
+    return bounded(calls, unit, Bounds.of(snapshots, unit), window_ns=window_ns, server=bool(snapshots))
+
+
+def bounded(
+    calls: Calls, unit: Mapping[int, int], bounds: Bounds, *, past: int = 0, window_ns: int = WINDOW_NS,
+    server: bool = False,
+) -> Clocks:  # fmt: skip
+    """Offset intervals from calls and outside bounds. ``unit`` maps every rank to its clock; 0 is the reference,
+    unless ``server``. The last ``past`` rows of ``bounds`` are what earlier windows left: no key is made of them."""
+    if len(set(unit.values())) <= 1:
+        return _one_clock(unit, calls, bounds, window_ns)
+    if not len(calls) and not len(bounds):
+        return _no_evidence(unit, window_ns)
+    rows, marks, keys, base = prepare(calls, unit, bounds, past, window_ns, server=server)
+    rows, marks, keys = _uncross(rows, marks, keys, window_ns)
     rho = np.full(len(keys.unit), DRIFT_MAX_PPM * 1e-6)
-    low, high, point = _solve(rows, keys, window_ns, rho)
+    low, high, point = _solve(rows, marks, keys, window_ns, rho)
     jump = _at_jumps(keys, low, high, point, window_ns)
     if jump.any():
-        rows, keys = _without(rows, keys, jump)
-        low, high, point = _solve(rows, keys, window_ns, rho)
+        rows, marks, keys = _without(rows, marks, keys, jump)
+        low, high, point = _solve(rows, marks, keys, window_ns, rho)
     slope = np.zeros(len(rho))
     for _ in range(2):  # better bounds give a better slope, which gives better bounds
         tilt, rest = _drift(keys, point, low, high)
         if not np.any(tilt) and not np.any(rest < rho):
             break
-        low2, high2, point2 = _solve(*_without_drift(rows, keys, tilt), window_ns, rest)
+        low2, high2, point2 = _solve(*_without_drift(rows, marks, tilt), keys, window_ns, rest)
         if not np.all(low2 <= high2):
             break
         shift, slope, rho = tilt * keys.begin, tilt, rest
         low, high, point = low2 + shift, high2 + shift, point2 + shift
-    return _result(unit, keys, base, low, high, point, slope, bool(snapshots), window_ns)
+    return _result(unit, keys, base, (low, high, point, slope, rho), server, window_ns)
 
 
-def _solve(rows: _Rows, keys: _Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats, Floats]:
+def _solve(rows: Rows, marks: Marks, keys: Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats, Floats]:
     """(low, high, point) of each key: causal bounds, then what the exits add."""
-    low, high = _propagate(rows, keys, window_ns, rho)
+    low, high = _propagate(rows, marks, keys, window_ns, rho)
     point = _points(rows, keys, low, high)
     found = exits.of(rows.completed, rows.slot, rows.key, rows.together)
-    return exits.tighten(found, _lines(keys), low, high, point, rho * window_ns)
+    return exits.tighten(found, keys.lines(), low, high, point, rho * window_ns)
 
 
-def _uncross(rows: _Rows, keys: _Keys, window_ns: int) -> tuple[_Rows, _Keys]:
+def _uncross(rows: Rows, marks: Marks, keys: Keys, window_ns: int) -> tuple[Rows, Marks, Keys]:
     """Where bounds contradict each other a clock stepped unseen: cut it into windows, then drop the window itself."""
     rho = np.full(len(keys.unit), DRIFT_MAX_PPM * 1e-6)
-    low, high = _propagate(rows, keys, window_ns, rho)
+    low, high = _propagate(rows, marks, keys, window_ns, rho)
     if np.all(low <= high):
-        return rows, keys
-    line = _lines(keys)
+        return rows, marks, keys
+    line = keys.lines()
     broken = np.isin(line, line[low > high])
     cut = np.where(broken, keys.segment * (int(keys.window.max()) + 2) + keys.window + 1, keys.segment)
     keys = replace(keys, segment=cut)
-    low, high = _propagate(rows, keys, window_ns, rho)
+    low, high = _propagate(rows, marks, keys, window_ns, rho)
     bad = low > high
     if not bad.any():
-        return rows, keys
-    return _without(rows, keys, bad)
+        return rows, marks, keys
+    return _without(rows, marks, keys, bad)
 
 
-def _without(rows: _Rows, keys: _Keys, bad: np.ndarray) -> tuple[_Rows, _Keys]:
+def _without(rows: Rows, marks: Marks, keys: Keys, bad: np.ndarray) -> tuple[Rows, Marks, Keys]:
     """Forget the evidence of keys in which a clock stepped unseen, and carry nothing across them."""
-    lost, none = bad[rows.key], bad & ~keys.anchor
+    lost, none = bad[rows.key], (bad & ~keys.anchor)[marks.key]
     rows = replace(
         rows, entered=np.where(lost, -np.inf, rows.entered), completed=np.where(lost, np.inf, rows.completed)
     )
     edge = np.cumsum(np.diff(bad.astype(np.int64), prepend=0) != 0)
     segment = np.where(keys.anchor, keys.segment, keys.segment * (int(edge.max(initial=0)) + 1) + edge)
-    low, high = np.where(none, -np.inf, keys.low), np.where(none, np.inf, keys.high)
-    return rows, replace(keys, segment=segment, low=low, high=high)
+    marks = replace(marks, low=np.where(none, -np.inf, marks.low), high=np.where(none, np.inf, marks.high))
+    return rows, marks, replace(keys, segment=segment)
 
 
-def _at_jumps(keys: _Keys, low: Floats, high: Floats, point: Floats, window_ns: int) -> np.ndarray:
+def _at_jumps(keys: Keys, low: Floats, high: Floats, point: Floats, window_ns: int) -> np.ndarray:
     """Keys [K] on either side of a jump: neighbours whose intervals lie further apart than drift can carry them."""
-    line, drift = _lines(keys), DRIFT_MAX_PPM * 1e-6 * window_ns
+    line, drift = keys.lines(), DRIFT_MAX_PPM * 1e-6 * window_ns
     known = np.isfinite(low) & np.isfinite(high)
     error = np.where(known, np.maximum(high - point, point - low), np.inf)
     apart = np.abs(np.diff(point)) > error[1:] + error[:-1] + drift * np.diff(keys.window)
@@ -170,130 +148,40 @@ def _at_jumps(keys: _Keys, low: Floats, high: Floats, point: Floats, window_ns: 
     return jump
 
 
-def _lines(keys: _Keys) -> Ints:
-    """Number of the clock x segment of each key, [K]; keys are sorted by it."""
-    new = np.diff(keys.unit, prepend=-1).astype(bool) | np.diff(keys.segment, prepend=-1).astype(bool)
-    line: Ints = np.cumsum(new) - 1
-    return line
+def _one_clock(unit: Mapping[int, int], calls: Calls, bounds: Bounds, window_ns: int) -> Clocks:
+    """One clock for all: its offset is 0."""
+    begin = int(calls.entered_ns.min()) if len(calls) else int(bounds.at_ns.min(initial=0))
+    return _flat(unit, begin, float(SAME_HOST_ERROR_NS), window_ns)
 
 
-def _one_clock(unit: Mapping[int, int], calls: Calls, snapshots: Sequence[Snapshot]) -> Clocks:
-    begin = int(calls.entered_ns.min()) if len(calls) else (snapshots[0].t0_ns if snapshots else 0)
-    return Clocks(
-        unit=unit,
-        key_unit=np.zeros(1, np.int64),
-        begin_ns=np.array([begin], np.int64),
-        offset_ns=np.zeros(1),
-        error_ns=np.array([float(SAME_HOST_ERROR_NS)]),
-        drift_ppm=np.zeros(1),
-        monotonic_ns=np.zeros(1, np.int64),
-        twice_ns=np.zeros(1),
-    )
-
-
-def _no_evidence(unit: Mapping[int, int]) -> Clocks:
+def _no_evidence(unit: Mapping[int, int], window_ns: int) -> Clocks:
     """Several clocks and nothing that ties them: offset 0, error 2**60."""
-    units = np.array(sorted(set(unit.values())), np.int64)
+    return _flat(unit, 0, UNKNOWN_NS, window_ns)
+
+
+def _flat(unit: Mapping[int, int], begin_ns: int, error_ns: float, window_ns: int) -> Clocks:
+    units = np.array(sorted(set(unit.values())) or [0], np.int64)
     zero = np.zeros(len(units))
     return Clocks(
         unit=unit,
         key_unit=units,
-        begin_ns=np.zeros(len(units), np.int64),
+        begin_ns=np.full(len(units), begin_ns, np.int64),
         offset_ns=zero,
-        error_ns=np.full(len(units), UNKNOWN_NS),
+        error_ns=np.full(len(units), error_ns),
         drift_ppm=zero,
         monotonic_ns=np.zeros(len(units), np.int64),
         twice_ns=zero,
+        rest_ppm=zero,
+        anchor=np.full(len(units), error_ns < UNKNOWN_NS),
+        window_ns=window_ns,
     )
 
 
-def _prepare(
-    calls: Calls, unit: Mapping[int, int], snapshots: Sequence[Snapshot], window_ns: int
-) -> tuple[_Rows, _Keys, int]:
-    units = np.array([unit[int(r)] for r in calls.rank], np.int64)
-    snap_units = np.array([unit[s.rank] for s in snapshots], np.int64)
-    base = int(calls.entered_ns.min()) if len(calls) else min(s.t0_ns for s in snapshots)
-    entered = (calls.entered_ns - base).astype(np.float64)
-    completed = np.where(calls.completed_ns > 0, (calls.completed_ns - base).astype(np.float64), np.inf)
-    coarse = _coarse(calls, units, snap_units, snapshots)
-    when = entered - coarse[units]
-    if len(calls):  # one time a slot: the median member, so that one stepped clock does not move it
-        middle = calls.first + calls.sizes // 2
-        order = np.lexsort((when, calls.slot))
-        when = when[order][middle][calls.slot]
-    snap_when = np.array([s.t0_ns - base for s in snapshots], np.float64) - coarse[snap_units]
-    both_units = np.concatenate([units, snap_units])
-    both_when = np.concatenate([when, snap_when])
-    gap = np.concatenate(
-        [
-            np.where(calls.monotonic_ns > 0, calls.entered_ns - calls.monotonic_ns, 0),
-            np.array([s.t0_ns - s.monotonic_ns if s.monotonic_ns > 0 else 0 for s in snapshots], np.int64),
-        ]
-    )
-    segment = _segments(both_units, both_when, gap)
-    window = np.floor_divide(both_when - both_when.min(initial=0.0), window_ns).astype(np.int64)
-    packed = np.stack([both_units, segment, window])
-    distinct, key = np.unique(packed, axis=1, return_inverse=True)
-    key = key.reshape(-1)
-    own = np.concatenate([entered, np.array([s.t0_ns - base for s in snapshots], np.float64)])
-    begin = np.full(distinct.shape[1], np.inf)
-    np.minimum.at(begin, key, own)
-    low, high = np.full(len(begin), -np.inf), np.full(len(begin), np.inf)
-    tail = key[len(calls) :]
-    np.maximum.at(low, tail, np.array([s.t0_ns - s.t1_ns for s in snapshots], np.float64))
-    np.minimum.at(high, tail, np.array([s.t3_ns - s.t2_ns for s in snapshots], np.float64))
-    anchor = np.zeros(len(begin), bool) if snapshots else (distinct[0] == 0) & (distinct[1] == 0)
-    mono = np.concatenate([calls.monotonic_ns, np.array([s.monotonic_ns for s in snapshots], np.int64)])
-    earliest = np.full(len(begin), np.inf)
-    np.minimum.at(earliest, key, np.where(mono > 0, mono.astype(np.float64), np.inf))
-    earliest = np.where(np.isfinite(earliest), earliest, 0.0)
-    keys = _Keys(distinct[0], distinct[1], distinct[2], begin, low, high, anchor, earliest)
-    together = np.array([any(op in name.lower() for op in exits.TOGETHER) for name in calls.ops] or [False], bool)
-    rows = _Rows(entered, completed, calls.slot, calls.first, key[: len(calls)], together[calls.op])
-    return rows, keys, base
-
-
-def _coarse(calls: Calls, units: Ints, snap_units: Ints, snapshots: Sequence[Snapshot]) -> Floats:
-    """Rough offset of each unit, good to milliseconds, only used to cut time into windows."""
-    count = int(max(units.max(initial=-1), snap_units.max(initial=-1))) + 1
-    rough = np.zeros(count)
-    if snapshots:
-        middle = np.array([(s.t0_ns + s.t3_ns - s.t1_ns - s.t2_ns) / 2 for s in snapshots])
-        for u in np.unique(snap_units):
-            rough[u] = np.median(middle[snap_units == u])
-    if not len(calls):
-        return rough
-    spread = completion_spread_ns(calls)
-    spread = np.where(np.isfinite(spread), spread, 0.0)
-    order = np.argsort(units, kind="stable")
-    edges = np.flatnonzero(np.diff(units[order], prepend=-1))
-    known = set(np.unique(snap_units).tolist())
-    for part in np.split(order, edges[1:]):
-        u = int(units[part[0]])
-        if u not in known:
-            rough[u] = np.median(spread[part])
-    return rough
-
-
-def _segments(units: Ints, when: Floats, gap: Ints) -> Ints:
-    """Segment number of each row within its unit: up by one where wall minus monotonic clock jumps."""
-    segment = np.zeros(len(units), np.int64)
-    usable = np.flatnonzero(gap != 0)
-    if not len(usable):
-        return segment
-    order = usable[np.lexsort((when[usable], units[usable]))]
-    same = units[order][1:] == units[order][:-1]
-    jump = np.zeros(len(order), np.int64)
-    jump[1:] = same & (np.abs(np.diff(gap[order])) > JUMP_NS)
-    total = np.cumsum(jump)
-    start = np.concatenate([[True], ~same])
-    segment[order] = total - np.maximum.accumulate(np.where(start, total, 0))
-    return segment
-
-
-def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats]:
+def _propagate(rows: Rows, marks: Marks, keys: Keys, window_ns: int, rho: Floats) -> tuple[Floats, Floats]:
     """Bounds of each key's offset that hold through its whole window; ``rho`` [K] is the drift bound (ns/ns)."""
-    low, high = keys.low - rho * window_ns, keys.high + rho * window_ns
+    low, high = np.full(len(rho), -np.inf), np.full(len(rho), np.inf)
+    np.maximum.at(low, marks.key, marks.low - (rho * window_ns)[marks.key])
+    np.minimum.at(high, marks.key, marks.high + (rho * window_ns)[marks.key])
     low[keys.anchor], high[keys.anchor] = 0.0, 0.0
     order = np.argsort(rows.key, kind="stable")
     present, first = np.unique(rows.key[order], return_index=True)
@@ -313,9 +201,9 @@ def _propagate(rows: _Rows, keys: _Keys, window_ns: int, rho: Floats) -> tuple[F
     return _carry(keys, low, high, rho, window_ns)
 
 
-def _carry(keys: _Keys, low: Floats, high: Floats, rho: Floats, window_ns: int) -> tuple[Floats, Floats]:
+def _carry(keys: Keys, low: Floats, high: Floats, rho: Floats, window_ns: int) -> tuple[Floats, Floats]:
     """Hand bounds to the neighbouring windows of the same unit and segment, widened by the drift."""
-    line = _lines(keys)
+    line = keys.lines()
     at = keys.window.astype(np.float64) * window_ns * rho
     return -_envelope(line, at, -low), _envelope(line, at, high)
 
@@ -342,7 +230,7 @@ def _envelope(line: Ints, at: Floats, high: Floats) -> Floats:
     return np.minimum(once, forward(once[::-1], -at[::-1], flipped)[::-1])
 
 
-def _points(rows: _Rows, keys: _Keys, low: Floats, high: Floats) -> Floats:
+def _points(rows: Rows, keys: Keys, low: Floats, high: Floats) -> Floats:
     """Best point inside each interval: where members complete together; the middle where nothing completes."""
     width = high - low
     low0, high0 = np.where(np.isfinite(low), low, 0.0), np.where(np.isfinite(high), high, 0.0)
@@ -366,13 +254,13 @@ def _points(rows: _Rows, keys: _Keys, low: Floats, high: Floats) -> Floats:
     return point
 
 
-def _drift(keys: _Keys, point: Floats, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+def _drift(keys: Keys, point: Floats, low: Floats, high: Floats) -> tuple[Floats, Floats]:
     """(slope, bound on what is left of the drift) of each key, ns/ns [K].
 
     Least squares a line (clock x segment); kept where the line is long enough to say more than the worst case,
     and straight: points that each lie within e of the truth give a slope within 3 e / span.
     """
-    line = _lines(keys)
+    line = keys.lines()
     count = int(line.max(initial=-1)) + 1
     error = np.maximum(high - point, point - low)
     good = np.isfinite(error) & (error < UNKNOWN_NS / 2)
@@ -399,28 +287,24 @@ def _drift(keys: _Keys, point: Floats, low: Floats, high: Floats) -> tuple[Float
     return np.where(kept, slope, 0.0)[line], np.where(kept, left, limit)[line]
 
 
-def _without_drift(rows: _Rows, keys: _Keys, slope: Floats) -> tuple[_Rows, _Keys]:
+def _without_drift(rows: Rows, marks: Marks, slope: Floats) -> tuple[Rows, Marks]:
+    """The same evidence as clocks without that drift would have shown it."""
     move = slope[rows.key]
     moved = move * np.where(np.isfinite(rows.entered), rows.entered, 0.0)
+    shift = slope[marks.key] * marks.at
     flat = replace(rows, entered=rows.entered - moved, completed=rows.completed - moved)
-    shift = slope * keys.begin
-    return flat, replace(keys, low=keys.low - shift, high=keys.high - shift)
+    return flat, replace(marks, low=marks.low - shift, high=marks.high - shift)
 
 
 def _result(
-    unit: Mapping[int, int],
-    keys: _Keys,
-    base: int,
-    low: Floats,
-    high: Floats,
-    point: Floats,
-    slope: Floats,
-    server: bool,
-    window_ns: int,
+    unit: Mapping[int, int], keys: Keys, base: int, solved: tuple[Floats, ...], server: bool, window_ns: int
 ) -> Clocks:
+    low, high, point, slope, rho = solved
     error = np.where(low <= high, np.maximum(high - point, point - low), np.inf)  # crossed: nothing is known
     error = np.where(np.isfinite(error), np.maximum(error, SAME_HOST_ERROR_NS), UNKNOWN_NS)
+    twice = show_twice(keys.unit, keys.window, keys.begin, point, window_ns)
     order = np.lexsort((keys.begin, keys.unit))
+    order = order[keys.told[order]]
     return Clocks(
         unit=unit,
         key_unit=keys.unit[order],
@@ -429,21 +313,24 @@ def _result(
         error_ns=error[order],
         drift_ppm=slope[order] * 1e6,
         monotonic_ns=keys.monotonic[order].astype(np.int64),
-        twice_ns=_twice(keys, point, window_ns)[order],
+        twice_ns=twice[order],
+        rest_ppm=rho[order] * 1e6,
+        anchor=keys.anchor[order],
+        window_ns=window_ns,
         reference="server" if server else "rank",
     )
 
 
-def _twice(keys: _Keys, point: Floats, window_ns: int) -> Floats:
-    """Spread of the unit's offsets where its wall clock went back over this key's time, else 0; ns [K]."""
+def show_twice(units: Ints, turn: Ints, begin: Floats, point: Floats, window_ns: int) -> Floats:
+    """Spread of a clock's offsets where its wall went back over a key's time, else 0; ns [K]. ``turn``: true order."""
     found = np.zeros(len(point))
-    for unit in np.unique(keys.unit):
-        mine = np.flatnonzero(keys.unit == unit)
-        mine = mine[np.argsort(keys.window[mine], kind="stable")]
-        begin = keys.begin[mine]
-        behind = begin < np.maximum.accumulate(begin)
-        ahead = begin > np.minimum.accumulate(begin[::-1])[::-1]
+    for unit in np.unique(units):
+        mine = np.flatnonzero(units == unit)
+        mine = mine[np.argsort(turn[mine], kind="stable")]
+        at = begin[mine]
+        behind = at < np.maximum.accumulate(at)
+        ahead = at > np.minimum.accumulate(at[::-1])[::-1]
         if behind.any():
-            low, high = begin[behind].min() - 2 * window_ns, begin[ahead].max() + 2 * window_ns
-            found[mine[(begin >= low) & (begin <= high)]] = np.ptp(point[mine])
+            low, high = at[behind].min() - 2 * window_ns, at[ahead].max() + 2 * window_ns
+            found[mine[(at >= low) & (at <= high)]] = np.ptp(point[mine])
     return found

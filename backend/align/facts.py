@@ -10,10 +10,12 @@ import numpy as np
 from lanterne import wire
 from lanterne.backend.align import clocks as clock
 from lanterne.backend.align import frame as rows
-from lanterne.backend.align import matching, series, waits
+from lanterne.backend.align import matching, series, stream, waits
 from lanterne.backend.align.frame import Frame, Log, Store
+from lanterne.backend.align.pending import attribute, number, pending_calls
+from lanterne.backend.align.stream import Aligned
 from lanterne.causal.facts import FactEvent, Facts, IntArray, Place
-from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, Collective, Event, EventName, Identity, Quality
+from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, Event, EventName, Identity, Quality
 
 LAST_STEPS = 400
 _QUIET = frozenset({EventName.CLOCK_SNAPSHOT, EventName.HEARTBEAT, EventName.CHECKSUM, EventName.COLLECTIVE_PENDING})
@@ -36,12 +38,16 @@ def build_facts(
 
 
 def read_window(
-    store: Store, job: str, attempt: int, last_steps: int = LAST_STEPS, *, first_step: int | None = None
-) -> Frame:
-    """The rows of the last ``last_steps`` steps of an attempt, or of ``first_step`` and later."""
+    store: Store, job: str, attempt: int, last_steps: int = LAST_STEPS, *, first_step: int | None = None,
+    calls: bool = True,
+) -> Frame:  # fmt: skip
+    """The rows of the last ``last_steps`` steps of an attempt, or of ``first_step`` and later.
+
+    ``calls`` False leaves out collectives and clock exchanges, for who follows them as they come in.
+    """
     last = rows.last_step(store, job, attempt)
     first = max(0, last - last_steps + 1) if first_step is None else first_step
-    return rows.read(store, job, attempt, first, max(last, first))
+    return rows.read(store, job, attempt, first, max(last, first), calls=calls)
 
 
 def facts_from_events(
@@ -57,14 +63,18 @@ def facts_from_events(
 
 def assemble(
     frame: Frame, *, now_ns: int = 0, ended: bool = False, ranks_expected: int = 0, dropped: int = 0,
-    sources: Sequence[str] = (),
+    sources: Sequence[str] = (), aligned: Aligned | None = None,
 ) -> tuple[Facts, clock.Clocks]:  # fmt: skip
-    """Facts of a frame and the clocks under them. Everything after this is pure: neither store nor files."""
-    pending = pending_calls(frame.logs)
-    calls = matching.from_frame(frame, pending)
+    """Facts of a frame and the clocks under them. Everything after this is pure: neither store nor files.
+
+    ``aligned``: the calls, from who follows them as they come in; else the frame's own are aligned here.
+    """
+    if aligned is None:
+        found_calls = matching.from_frame(frame, pending_calls(frame.logs))
+        seen = _ranks(frame, found_calls)
+        aligned = stream.whole(found_calls, clock.snapshots_of(frame), frame.hosts, seen)
+    calls, attribution, clocks = aligned.calls, aligned.attribution, aligned.clocks
     ranks = _ranks(frame, calls)
-    clocks = clock.estimate(calls, hosts=frame.hosts, snapshots=clock.snapshots_of(frame), ranks=ranks)
-    attribution = waits.attribute(calls, clocks)
     axes = series.grid(frame, ranks)
     found = series.timings(frame, axes)
     found |= series.metrics(frame, axes)
@@ -104,44 +114,8 @@ def _ranks(frame: Frame, calls: matching.Calls) -> list[int]:
     return sorted(int(r) for r in found if r > NO_RANK)
 
 
-def _attribute(log: Log, *names: str) -> object:
-    for name in names:
-        if name in log.attributes:
-            return log.attributes[name]
-    return None
-
-
-def _number(value: object, default: int) -> int:
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
-
-
-def pending_calls(logs: Sequence[Log]) -> list[Collective]:
-    """The calls that ``collective_pending`` events say were entered and not completed; the newest report of each."""
-    found: dict[tuple[int, str, int], Collective] = {}
-    for log in logs:
-        if log.name != EventName.COLLECTIVE_PENDING:
-            continue
-        group = str(_attribute(log, wire.GROUP, "group") or "")
-        sequence = _number(_attribute(log, wire.GROUP_SEQUENCE, "group_sequence", "sequence"), -1)
-        if not group or sequence < 0:
-            continue
-        found[log.rank, group, sequence] = Collective(
-            rank=log.rank,
-            group=group,
-            sequence=sequence,
-            op=str(_attribute(log, wire.NAME, "op", "name") or "collective"),
-            step=_number(_attribute(log, wire.STEP, "step"), log.step),
-            bytes=_number(_attribute(log, wire.BYTES, "bytes"), 0),
-            dtype=str(_attribute(log, wire.DTYPE, "dtype") or ""),
-            shape=str(_attribute(log, "lanterne.shape", "shape") or ""),
-            entered_ns=_number(_attribute(log, "entered_ns", "lanterne.entered_ns"), log.time_ns),
-            site=str(_attribute(log, "site") or ""),
-        )
-    return list(found.values())
-
-
 def _world_size(logs: Sequence[Log]) -> int:
-    sizes = [_number(_attribute(log, "world_size", wire.WORLD_SIZE), 0) for log in logs if log.name == "attached"]
+    sizes = [number(attribute(log, "world_size", wire.WORLD_SIZE), 0) for log in logs if log.name == "attached"]
     return max(sizes, default=0)
 
 
@@ -155,14 +129,14 @@ def _places(frame: Frame) -> dict[int, Place]:
     for log in frame.logs:
         if log.name == EventName.ATTACHED and log.rank > NO_RANK:
             mesh = {
-                axis: _number(value, 0)
+                axis: number(value, 0)
                 for axis in MESH_AXES
-                if (value := _attribute(log, wire.MESH + axis, f"mesh.{axis}", axis)) is not None
+                if (value := attribute(log, wire.MESH + axis, f"mesh.{axis}", axis)) is not None
             }
             places[log.rank] = Place(
                 host=log.host or frame.hosts.get(log.rank, ""),
-                device=str(_attribute(log, wire.DEVICE, "device") or ""),
-                switch=str(_attribute(log, "switch") or ""),
+                device=str(attribute(log, wire.DEVICE, "device") or ""),
+                switch=str(attribute(log, "switch") or ""),
                 mesh=mesh,
             )
     return places

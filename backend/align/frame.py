@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lanterne import wire
-from lanterne.nouns import NO_STEP, AttributeValue, Event, Identity, Kind
+from lanterne.nouns import NO_STEP, AttributeValue, Event, EventName, Identity, Kind
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -105,7 +105,15 @@ class Frame:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
 
-_HEAVY = "('training.step', 'training.phase', 'training.collective')"
+_STEPS = ("training.step", "training.phase")
+_CALLS = ("training.collective",)
+_SPANS = (
+    "SELECT kind, name, group_name, dtype || '|' || coalesce(attributes['lanterne.shape'], '') AS signature, rank,"
+    " step, start_ns, end_ns, monotonic_ns, group_sequence, bytes, host, received_ns FROM spans"
+)
+_LOGS = (
+    "SELECT name, rank, step, time_ns, monotonic_ns, body, host, attributes, lamport, sequence, received_ns FROM logs"
+)
 
 
 def _coded(column: Any) -> Text:
@@ -144,15 +152,15 @@ def last_step(store: Store, job: str, attempt: int) -> int:
     return NO_STEP if found is None else int(found)
 
 
-def read(store: Store, job: str, attempt: int, first_step: int, last: int) -> Frame:
+def read(store: Store, job: str, attempt: int, first_step: int, last: int, *, calls: bool = True) -> Frame:
     """The rows of steps ``first_step..last`` (inclusive), all logs, and points without a step of the same span of time.
 
-    Raises whatever the store raises (:class:`lanterne.errors.StoreUnavailable`).
+    ``calls`` False: without collectives and clock exchanges. Raises whatever the store raises
+    (:class:`lanterne.errors.StoreUnavailable`).
     """
+    kinds = _STEPS + (_CALLS if calls else ())
     spans = store.query(
-        "SELECT kind, name, group_name, dtype || '|' || coalesce(attributes['lanterne.shape'], '') AS signature, rank,"
-        " step, start_ns, end_ns, monotonic_ns, group_sequence, bytes, host FROM spans"
-        f" WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ? AND kind IN {_HEAVY}",
+        f"{_SPANS} WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ? AND kind IN {kinds}",
         [job, attempt, first_step, last],
     )
     columns = {name: spans.column(name) for name in spans.column_names}
@@ -163,20 +171,16 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int) -> Fr
         " AND (step BETWEEN ? AND ? OR (step < 0 AND time_ns >= ?))",
         [job, attempt, first_step, last, since],
     )
+    unread = ("heartbeat",) + (() if calls else (str(EventName.CLOCK_SNAPSHOT), str(EventName.COLLECTIVE_PENDING)))
     logs = store.query(
-        "SELECT name, rank, step, time_ns, monotonic_ns, body, host, attributes, lamport, sequence FROM logs"
-        " WHERE job = ? AND attempt = ? AND name <> 'heartbeat' ORDER BY time_ns",
-        [job, attempt],
+        f"{_LOGS} WHERE job = ? AND attempt = ? AND name NOT IN (SELECT unnest(?)) ORDER BY time_ns",
+        [job, attempt, list(unread)],
     )
     rows = logs.to_pylist()
-    hosts = {int(r["rank"]): str(r["host"]) for r in rows if r["host"] and r["rank"] >= 0}
-    ranks, named = _ints(columns["rank"]), _coded(columns["host"])
-    distinct, at = np.unique(ranks, return_index=True)
-    hosts |= {int(r): named.values[named.codes[i]] for r, i in zip(distinct, at, strict=True)}
     return Frame(
         job=job,
         attempt=attempt,
-        spans=_spans(columns, ranks, starts),
+        spans=_spans(columns, _ints(columns["rank"]), starts),
         points=Points(
             name=_coded(points.column("name")),
             rank=_ints(points.column("rank"), -1),
@@ -185,8 +189,40 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int) -> Fr
             value=points.column("value").fill_null(np.nan).to_numpy().astype(np.float64),
         ),
         logs=[_log(row) for row in rows],
-        hosts=hosts,
+        hosts=_hosts(columns, rows),
     )
+
+
+def read_calls(store: Store, job: str, attempt: int, first_step: int, since_ns: int) -> tuple[Frame, int]:
+    """Collectives of ``first_step`` and later, clock exchanges and pending calls that the store got at ``since_ns``
+    (its own Unix time) or later, and the newest such time among them, 0 where there is nothing."""
+    spans = store.query(
+        f"{_SPANS} WHERE job = ? AND attempt = ? AND step >= ? AND received_ns >= ? AND kind = '{_CALLS[0]}'",
+        [job, attempt, first_step, since_ns],
+    )
+    names = [str(EventName.CLOCK_SNAPSHOT), str(EventName.COLLECTIVE_PENDING)]
+    logs = store.query(
+        f"{_LOGS} WHERE job = ? AND attempt = ? AND received_ns >= ? AND name IN (SELECT unnest(?)) ORDER BY time_ns",
+        [job, attempt, since_ns, names],
+    )
+    columns = {name: spans.column(name) for name in spans.column_names}
+    rows = logs.to_pylist()
+    newest = max([int(_ints(columns["received_ns"]).max(initial=0)), *(int(r["received_ns"] or 0) for r in rows)])
+    frame = Frame(
+        job=job,
+        attempt=attempt,
+        spans=_spans(columns, _ints(columns["rank"]), _ints(columns["start_ns"])),
+        logs=[_log(row) for row in rows],
+        hosts=_hosts(columns, rows),
+    )
+    return frame, newest
+
+
+def _hosts(spans: Mapping[str, Any], logs: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    hosts = {int(r["rank"]): str(r["host"]) for r in logs if r["host"] and r["rank"] >= 0}
+    ranks, named = _ints(spans["rank"]), _coded(spans["host"])
+    distinct, at = np.unique(ranks, return_index=True)
+    return hosts | {int(r): named.values[named.codes[i]] for r, i in zip(distinct, at, strict=True)}
 
 
 def _spans(columns: Mapping[str, Any], ranks: Ints, starts: Ints) -> Spans:

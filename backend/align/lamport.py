@@ -1,38 +1,76 @@
 """Logical time of all ranks, free of any clock: Lamport stamps and "happened before" by vector clocks.
 
 Each call gives two events, entry and exit. A rank's own events follow its own clock readings; a
-synchronising collective puts every entry before every exit; a point-to-point pair or a message (store,
-command) puts the sending before the receipt. Collectives with missing members or a root order nothing.
-Stamps are one pass over the events in that order, linear in their number. A vector clock keeps, for each
-slot, how far each rank had come when it finished: rows are shared by the members, so memory is slots x ranks,
-and ``order`` is two look-ups.
+synchronising collective puts every entry before every exit; the sender's entry of a point-to-point pair comes
+before the receiver's exit; a message (store, command) puts the sending before the receipt. Collectives with
+missing members or a root order nothing.
+
+A *gate* (a collective, a pair, a message) opens when all that it waits for has happened, and holds back exits.
+Between two held exits the events of a rank are a *run*: one stamp at its head gives them all. So stamps are a
+walk over runs and gates, a wave of all that are ready at a time, linear in the number of events. Vector
+clocks are never stored (they would be events x ranks): a question walks back from the later event through the
+gates, latest stamp first, until it has seen the rank that it asks for.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
 from lanterne.backend.align.exits import TOGETHER
-from lanterne.backend.align.frame import Ints
+from lanterne.backend.align.frame import Ints, Log
 from lanterne.backend.align.matching import Calls
+from lanterne.blackbox_files import POINT_TO_POINT
+from lanterne.nouns import EventName
 
 ENTRY, EXIT = 0, 1
+PAIR = "sendrecv"
 Order = Literal["before", "after"]
+_PRECEDES: Mapping[str, frozenset[str]] = {
+    "received": frozenset({"voted", "applied", "failed", "undone"}),
+    "prepared": frozenset({"voted", "applied", "failed", "undone"}),
+    "voted": frozenset({"committed"}),
+    "committed": frozenset({"applied", "failed", "undone"}),
+}
+"""Phases of a command on one rank that come before phases on every other rank, whatever the clocks say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Rank ``source`` sent at its own time ``sent_ns`` what ``target`` had at its own ``received_ns`` (Unix ns)."""
+    """Rank ``source`` sent at its own time ``sent_ns`` what ``target`` had at its own ``received_ns`` (Unix ns).
+
+    The monotonic times stand beside them; 0 = not known.
+    """
 
     source: int
     sent_ns: int
     target: int
     received_ns: int
+    sent_monotonic_ns: int = 0
+    received_monotonic_ns: int = 0
+
+
+def command_messages(logs: Sequence[Log]) -> list[Message]:
+    """Messages that the events of signed commands prove: they travel over the job's own store, by its protocol."""
+    phases: dict[tuple[str, str], list[Log]] = {}
+    for log in logs:
+        if log.name == EventName.COMMAND and log.attributes.get("id"):
+            phases.setdefault((str(log.attributes["id"]), str(log.attributes.get("phase", ""))), []).append(log)
+    return [
+        Message(
+            source=a.rank, sent_ns=a.time_ns, sent_monotonic_ns=a.monotonic_ns,
+            target=b.rank, received_ns=b.time_ns, received_monotonic_ns=b.monotonic_ns,
+        )
+        for (order, phase), sent in phases.items()
+        for later in sorted(_PRECEDES.get(phase, ()))
+        for a in sent
+        for b in phases.get((order, later), ())
+        if a.rank != b.rank
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +78,7 @@ class Logical:
     """Events [E]: entries of the calls' rows [0, N), exits [N, 2 N), then sends and receipts of messages by turns.
 
     ``stamp`` is the Lamport clock (0 = the event never happened: a pending exit, or part of a contradiction),
-    ``place`` the event's number on its rank, ``column`` its rank's column in ``clock`` [E', ranks], and ``row``
-    its row there: how many events of each rank lie in its past, itself included.
+    ``place`` the event's number on its rank, ``column`` its rank's place in ``ranks``.
     """
 
     rows: int
@@ -49,8 +86,7 @@ class Logical:
     stamp: Ints
     place: Ints
     column: Ints
-    row: Ints
-    clock: Ints
+    _graph: _Graph = field(repr=False)
 
     def event(self, row: int, side: int = ENTRY) -> int:
         """Number of the entry or exit of the calls' row ``row``."""
@@ -58,126 +94,182 @@ class Logical:
 
     def order(self, a: int, b: int) -> Order | None:
         """Is event ``a`` ``before`` or ``after`` event ``b``; None = neither, or one of them never happened."""
-        if a == b or not (self.stamp[a] and self.stamp[b]):
+        if a == b or not (self.stamp[a] and self.stamp[b]) or self.stamp[a] == self.stamp[b]:
             return None
-        if self._reached(a, b):
-            return "before"
-        return "after" if self._reached(b, a) else None
+        early, late = (a, b) if self.stamp[a] < self.stamp[b] else (b, a)
+        seen = self._past(late, wanted=int(self.column[early]), floor=int(self.stamp[early]))
+        if seen.get(int(self.column[early]), -1) < self.place[early]:
+            return None
+        return "before" if early == a else "after"
 
-    def _reached(self, a: int, b: int) -> bool:
-        if self.column[a] == self.column[b]:
-            return bool(self.place[a] < self.place[b])
-        return bool(self.clock[self.row[b], self.column[a]] > self.place[a])
+    def clock(self, event: int) -> dict[int, int]:
+        """Vector clock: rank -> how many of its events lie in the past of ``event``, itself included."""
+        if not self.stamp[event]:
+            return {}
+        return {self.ranks[column]: place + 1 for column, place in sorted(self._past(event).items())}
+
+    def _past(self, event: int, wanted: int = -1, floor: int = 0) -> dict[int, int]:
+        """Column -> place of the rank's last event in the past of ``event``; stops at ``wanted``, or below ``floor``.
+
+        Events are taken latest stamp first, so the first one of a rank is its last.
+        """
+        graph, stamp = self._graph, self.stamp
+        seen: dict[int, int] = {}
+        todo: list[tuple[int, int, int]] = [(-int(stamp[event]), event, -1)]  # an event, or the head of a run
+        queued = {event}
+        while todo:
+            minus, which, run = heapq.heappop(todo)
+            if -minus < floor:
+                break
+            if run < 0:
+                column = int(self.column[which])
+                if column in seen:
+                    continue
+                seen[column] = int(self.place[which])
+                if column == wanted:
+                    break
+                run = int(graph.run[which])
+            else:
+                for entry in graph.opened_by(run):
+                    if entry not in queued and int(self.column[entry]) not in seen:
+                        queued.add(entry)
+                        heapq.heappush(todo, (-int(stamp[entry]), entry, -1))
+                run = int(graph.before[run])
+            while run >= 0 and graph.gate[run] < 0:
+                run = int(graph.before[run])
+            if run >= 0:
+                heapq.heappush(todo, (-int(stamp[graph.head[run]]), int(graph.head[run]), run))
+        return seen
 
 
 def logical(calls: Calls, messages: Sequence[Message] = ()) -> Logical:
-    """Lamport stamps and vector clocks of all calls and messages. Linear but for the sort by each rank's own time.
+    """Lamport stamps of all calls and messages. Linear but for the sort by each rank's own time.
 
     Events in a contradiction (a cycle, which clocks that went back can make) and what follows keep stamp 0.
     """
     graph = _Graph(calls, messages)
-    count, width = len(graph.rank), len(graph.ranks)
-    stamp, row = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    clock: list[Ints] = [np.zeros(width, np.int64)]
-    ready = deque(np.flatnonzero((graph.waits == 0) & graph.happened).tolist())
-    last_stamp, last_row = np.zeros(width, np.int64), np.zeros(width, np.int64)
+    floor = np.ones(len(graph.head), np.int64)  # the least stamp that a run's head can have
     gate_stamp = np.zeros(graph.gates, np.int64)
-    gate_clock: dict[int, int] = {}
-    while ready:
-        event = int(ready.popleft())
-        column, gate = int(graph.column[event]), int(graph.after[event])
-        came = last_stamp[column]
-        if gate >= 0:
-            known = gate_clock[gate]
-            came = max(came, gate_stamp[gate])
-            merged = np.maximum(clock[last_row[column]], clock[known])
-            last_row[column] = known if np.array_equal(merged, clock[known]) else _keep(clock, merged)
-        stamp[event] = last_stamp[column] = came + 1
-        row[event] = last_row[column]
-        opened = int(graph.opens[event])
-        if opened >= 0:
-            mine = clock[last_row[column]]
-            seen = gate_clock.get(opened)
-            joined = mine.copy() if seen is None else np.maximum(clock[seen], mine)
-            joined[column] = max(joined[column], graph.place[event] + 1)
-            if seen is None:
-                gate_clock[opened] = _keep(clock, joined)
-            else:
-                clock[seen] = joined
-            gate_stamp[opened] = max(gate_stamp[opened], stamp[event])
-            graph.missing[opened] -= 1
-            if graph.missing[opened] == 0:
-                ready.extend(graph.release(opened))
-        after = int(graph.following[event])
-        if after >= 0:
-            graph.waits[after] -= 1
-            if graph.waits[after] == 0:
-                ready.append(after)
+    run_needs = (graph.before >= 0).astype(np.int64) + (graph.gate >= 0)
+    gate_needs = np.diff(graph.entry_start)
+    done = np.zeros(len(graph.head), bool)
+    ready = np.flatnonzero(run_needs == 0)
+    while len(ready):
+        done[ready] = True
+        after = graph.next[ready]
+        has = after >= 0
+        after = after[has]
+        floor[after] = np.maximum(floor[after], (floor[ready] + graph.length[ready])[has])
+        run_needs[after] -= 1
+        inside, of = _spread(graph.run_start, ready)
+        opens = graph.run_gate[inside]
+        np.maximum.at(gate_stamp, opens, floor[ready][of] + graph.run_offset[inside])
+        np.subtract.at(gate_needs, opens, 1)
+        opened = np.unique(opens[gate_needs[opens] == 0])
+        held, by = _spread(graph.held_start, opened)
+        runs = graph.held_run[held]
+        floor[runs] = np.maximum(floor[runs], gate_stamp[opened][by] + 1)
+        run_needs[runs] -= 1
+        touched = np.concatenate([after, runs])
+        ready = np.unique(touched[run_needs[touched] == 0])
+    stamp = np.zeros(len(graph.rank), np.int64)
+    at = graph.run >= 0
+    run = graph.run[at]
+    stamp[at] = np.where(done[run], floor[run] + graph.offset[at], 0)
     return Logical(
-        rows=len(calls), ranks=graph.ranks, stamp=stamp, place=graph.place, column=graph.column, row=row,
-        clock=np.array(clock),
-    )  # fmt: skip
+        rows=len(calls), ranks=graph.ranks, stamp=stamp, place=graph.place, column=graph.column, _graph=graph
+    )
 
 
-def _keep(clock: list[Ints], row: Ints) -> int:
-    clock.append(row)
-    return len(clock) - 1
+def _spread(start: Ints, groups: Ints) -> tuple[Ints, Ints]:
+    """(items, position in ``groups`` of each) of groups whose items stand at ``start[g] .. start[g + 1]``."""
+    count = start[groups + 1] - start[groups]
+    of = np.repeat(np.arange(len(groups)), count)
+    shift = start[groups] - (np.cumsum(count) - count)
+    return np.arange(len(of)) + shift[of], of
 
 
 class _Graph:
-    """Who must come first: each event's successor on its rank, the gate that it opens, the gate that it waits for."""
+    """Runs and gates. Of runs [R]: head event, length, run before and after on the rank, gate that holds the head."""
 
     def __init__(self, calls: Calls, messages: Sequence[Message]) -> None:
         n, m = len(calls), len(messages)
-        sends = np.array([(x.source, x.sent_ns) for x in messages], np.int64).reshape(m, 2)
-        gets = np.array([(x.target, x.received_ns) for x in messages], np.int64).reshape(m, 2)
-        self.rank = np.concatenate([calls.rank, calls.rank, sends[:, 0], gets[:, 0]])
-        when = np.concatenate([calls.entered_ns, calls.completed_ns, sends[:, 1], gets[:, 1]])
-        mono = np.concatenate([calls.monotonic_ns, np.where(calls.completed_ns > 0, calls.monotonic_ns, 0)])
-        length = np.where(calls.completed_ns > 0, calls.completed_ns - calls.entered_ns, 0)
-        if n and np.all(calls.monotonic_ns > 0) and not m:  # a wall clock can go back, this one cannot
-            when = mono + np.concatenate([np.zeros(n, np.int64), length])
-        self.happened = np.concatenate([np.ones(n, bool), calls.completed_ns > 0, np.ones(2 * m, bool)])
+        sides = np.array(
+            [(x.source, x.sent_ns, x.sent_monotonic_ns, x.target, x.received_ns, x.received_monotonic_ns)
+             for x in messages], np.int64,
+        ).reshape(m, 6)  # fmt: skip
+        self.rank = np.concatenate([calls.rank, calls.rank, sides[:, 0], sides[:, 3]])
+        when = np.concatenate([calls.entered_ns, calls.completed_ns, sides[:, 1], sides[:, 4]])
+        length = np.maximum(calls.completed_ns - calls.entered_ns, 0)
+        if np.all(calls.monotonic_ns > 0) and np.all(sides > 0) and n:  # a wall clock can go back, this one cannot
+            when = np.concatenate([calls.monotonic_ns, calls.monotonic_ns + length, sides[:, 2], sides[:, 5]])
+        happened = np.concatenate([np.ones(n, bool), calls.completed_ns > 0, np.ones(2 * m, bool)])
         found, column = np.unique(self.rank, return_inverse=True)
         self.ranks = tuple(int(r) for r in found)
         self.column = column.reshape(-1).astype(np.int64)
         kind = np.repeat([0, 1, 0, 1], [n, n, m, m])
         order = np.lexsort((kind, when, self.column))
-        order = order[self.happened[order]]
-        same = self.column[order][1:] == self.column[order][:-1]
-        self.following = np.full(len(when), -1, np.int64)
-        self.following[order[:-1][same]] = order[1:][same]
-        start = np.concatenate([[True], ~same]) if len(order) else np.zeros(0, bool)
-        at = np.arange(len(order))
-        self.place = np.zeros(len(when), np.int64)
-        self.place[order] = at - np.maximum.accumulate(np.where(start, at, 0))
-        self._gates(calls, n, m)
-        self.waits = (self.after >= 0).astype(np.int64)
-        self.waits[order[1:][same]] += 1
+        order = order[happened[order]]
+        opens, after = _gates(calls, m)
+        self.gates = len(calls.first) + m
+        self._runs(order, np.where(happened, after, -1))
+        self._tables(order, opens)
 
-    def _gates(self, calls: Calls, n: int, m: int) -> None:
-        """A slot is a gate that opens when all its members entered; it holds its exits where all leave together."""
-        slots = len(calls.first)
-        together = np.array([any(t in op.lower() for t in TOGETHER) for op in calls.ops] or [False], bool)[calls.op]
-        whole = calls.sizes >= np.maximum(calls.expected(), 1)
-        tied = together & whole[calls.slot]
-        entry = np.where(tied, calls.slot, -1)
-        messages = slots + np.arange(m)
-        none = np.full(m, -1, np.int64)
-        self.gates = slots + m
-        self.opens = np.concatenate([entry, np.full(n, -1, np.int64), messages, none])
-        self.after = np.concatenate([np.full(n, -1, np.int64), entry, none, messages])
-        self.after[~self.happened] = -1
-        self.missing = np.bincount(self.opens[self.opens >= 0], minlength=self.gates)
-        held = np.flatnonzero(self.after >= 0)
-        self._held = held[np.argsort(self.after[held], kind="stable")]
-        self._start = np.searchsorted(self.after[self._held], np.arange(self.gates + 1))
+    def _runs(self, order: Ints, after: Ints) -> None:
+        """Cut each rank's events into runs at the events that a gate holds."""
+        total = len(self.rank)
+        columns = self.column[order]
+        first = np.ones(len(order), bool)
+        first[1:] = columns[1:] != columns[:-1]
+        begin = first | (after[order] >= 0)
+        at, starts = np.arange(len(order)), np.flatnonzero(begin)
+        number = np.cumsum(begin) - 1
+        self.run, self.offset, self.place = np.full(total, -1), np.zeros(total, np.int64), np.zeros(total, np.int64)
+        self.run[order] = number
+        self.offset[order] = at - starts[number] if len(starts) else at
+        self.place[order] = at - np.maximum.accumulate(np.where(first, at, 0))
+        self.head = order[starts]
+        self.length = np.diff(np.append(starts, len(order)))
+        self.gate = after[self.head]
+        runs = np.arange(len(starts))
+        self.before = np.where(first[starts], -1, runs - 1)
+        self.next = np.full(len(starts), -1)
+        self.next[self.before[self.before >= 0]] = runs[self.before >= 0]
 
-    def release(self, gate: int) -> list[int]:
-        """Events that the open gate lets go and that nothing else holds."""
-        free = []
-        for event in self._held[self._start[gate] : self._start[gate + 1]].tolist():
-            self.waits[event] -= 1
-            if self.waits[event] == 0:
-                free.append(event)
-        return free
+    def _tables(self, order: Ints, opens: Ints) -> None:
+        """Entries by run and by gate, held runs by gate: each an array of items and where a group starts in it."""
+        entries = order[opens[order] >= 0]  # in order of run
+        self.run_gate, self.run_offset = opens[entries], self.offset[entries]
+        self.run_start = np.searchsorted(self.run[entries], np.arange(len(self.head) + 1))
+        by_gate = np.argsort(opens[entries], kind="stable")
+        self.entries = entries[by_gate]
+        self.entry_start = np.searchsorted(opens[self.entries], np.arange(self.gates + 1))
+        held = np.flatnonzero(self.gate >= 0)
+        self.held_run = held[np.argsort(self.gate[held], kind="stable")]
+        self.held_start = np.searchsorted(self.gate[self.held_run], np.arange(self.gates + 1))
+
+    def opened_by(self, run: int) -> list[int]:
+        """Events that the gate before this run waited for."""
+        gate = int(self.gate[run])
+        found: Any = self.entries[self.entry_start[gate] : self.entry_start[gate + 1]].tolist()
+        return list(found)
+
+
+def _gates(calls: Calls, messages: int) -> tuple[Ints, Ints]:
+    """(gate that each event opens, gate that holds it), -1 where none, [E].
+
+    A slot holds its exits until all its members entered, where all leave together; a pair holds its receiver's
+    exit until its sender entered.
+    """
+    together = np.array([any(t in op.lower() for t in TOGETHER) for op in calls.ops] or [False], bool)[calls.op]
+    pair = np.array([op == PAIR for op in calls.ops] or [False], bool)[calls.op] & (calls.sequence >= POINT_TO_POINT)
+    sizes, expected = calls.sizes[calls.slot], calls.expected()[calls.slot]
+    tied = together & (sizes >= np.maximum(expected, 1))
+    pair &= (sizes == 2) & (expected == 2)
+    lower = np.arange(len(calls)) == calls.first[calls.slot]  # rows of a slot are in order of rank
+    sends = lower == (calls.sequence % 2 == 0)
+    opens = np.where(tied | (pair & sends), calls.slot, -1)
+    held = np.where(tied | (pair & ~sends), calls.slot, -1)
+    none, gates = np.full(messages, -1, np.int64), len(calls.first) + np.arange(messages)
+    never = np.full(len(calls), -1, np.int64)
+    return np.concatenate([opens, never, gates, none]), np.concatenate([never, held, none, gates])

@@ -8,7 +8,7 @@ and members may disagree about what they call (a mismatch).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,18 +81,18 @@ def arrange(
     group: Ints, sequence: Ints, rank: Ints, step: Ints, bytes_: Ints,
     op: Ints, signature: Ints, entered_ns: Ints, completed_ns: Ints, monotonic_ns: Ints,
 ) -> Calls:  # fmt: skip
-    """Sort rows into slots. Of a call reported twice (pending, then completed) the completed row stays."""
+    """Sort rows into slots. Of a call reported twice the completed row stays, then the one that entered first."""
     keep = (sequence >= 0) & (entered_ns > 0)
-    pending = completed_ns <= 0
-    order = np.lexsort((pending, rank, sequence, group))
+    order = np.lexsort((rank, sequence, group))
     order = order[keep[order]]
-    g, s, r = group[order], sequence[order], rank[order]
-    new = np.ones(len(order), bool)
-    new[1:] = (g[1:] != g[:-1]) | (s[1:] != s[:-1]) | (r[1:] != r[:-1])
-    order = order[new]
+    new = _changes(group[order], sequence[order], rank[order])
+    if not new.all():
+        pending = completed_ns <= 0
+        order = np.lexsort((completed_ns, entered_ns, pending, rank, sequence, group))
+        order = order[keep[order]]
+        order = order[_changes(group[order], sequence[order], rank[order])]
     g, s = group[order], sequence[order]
-    edge = np.ones(len(order), bool)
-    edge[1:] = (g[1:] != g[:-1]) | (s[1:] != s[:-1])
+    edge = _changes(g, s)
     return Calls(
         groups=tuple(groups),
         ops=tuple(ops),
@@ -110,6 +110,70 @@ def arrange(
         slot=np.cumsum(edge) - 1,
         first=np.flatnonzero(edge),
     )
+
+
+def _changes(*columns: Ints) -> np.ndarray:
+    """Rows that differ from the row before in any column; the first row does."""
+    new = np.ones(len(columns[0]), bool)
+    if len(new):
+        new[1:] = np.any([c[1:] != c[:-1] for c in columns], axis=0)
+    return new
+
+
+ROWS = ("rank", "step", "sequence", "bytes", "entered_ns", "completed_ns", "monotonic_ns")
+"""Columns that stand for themselves; the others are codes of a table of names."""
+
+
+def _columns(parts: Sequence[Calls], rows: Sequence[Any]) -> tuple[dict[str, tuple[str, ...]], dict[str, Ints]]:
+    """Tables in order of name with what the rows use of them, and all columns by name."""
+    none = np.zeros(0, np.int64)
+    tables: dict[str, tuple[str, ...]] = {}
+    columns = {
+        c: np.concatenate([getattr(p, c)[r] for p, r in zip(parts, rows, strict=True)]) if parts else none for c in ROWS
+    }
+    for table, column in (("groups", "group"), ("ops", "op"), ("signatures", "signature")):
+        codes = [getattr(part, column)[picked] for part, picked in zip(parts, rows, strict=True)]
+        names = [getattr(part, table) for part in parts]
+        used = [np.flatnonzero(np.bincount(c, minlength=len(n))) for c, n in zip(codes, names, strict=True)]
+        found = sorted({n[i] for n, u in zip(names, used, strict=True) for i in u.tolist()})
+        index = {name: i for i, name in enumerate(found)}
+        for i, (n, u) in enumerate(zip(names, used, strict=True)):
+            to = np.zeros(max(len(n), 1), np.int64)
+            to[u] = [index[n[k]] for k in u.tolist()]
+            codes[i] = to[codes[i]]
+        tables[table], columns[column] = tuple(found), np.concatenate(codes) if codes else none
+    return tables, columns
+
+
+def joined(parts: Sequence[Calls], rows: Sequence[Any] | None = None) -> Calls:
+    """All rows (or ``rows[i]`` of part i, masks or indices) as one; tables in order of name, so that the same rows
+    give the same arrays whatever parts they came in."""
+    tables, columns = _columns(parts, [slice(None)] * len(parts) if rows is None else rows)
+    size = columns.pop("bytes")
+    return arrange(groups=tables["groups"], ops=tables["ops"], signatures=tables["signatures"], bytes_=size, **columns)
+
+
+def picked(calls: Calls, keep: np.ndarray) -> Calls:
+    """The rows of a mask [N], in their order."""
+    found = {c: getattr(calls, c)[keep] for c in (*ROWS, "group", "op", "signature")}
+    edge = _changes(calls.slot[keep])
+    return replace(calls, slot=np.cumsum(edge) - 1, first=np.flatnonzero(edge), **found)
+
+
+def stacked(parts: Sequence[Calls]) -> tuple[Calls, Ints]:
+    """Parts that share no slot as one, and the order [N] that brings the parts' rows, end to end, into it."""
+    tables, columns = _columns(parts, [slice(None)] * len(parts))
+    sizes = np.concatenate([p.sizes for p in parts])
+    first = np.cumsum(sizes) - sizes
+    slots = np.lexsort((columns["sequence"][first], columns["group"][first]))
+    moved = np.cumsum(sizes[slots]) - sizes[slots]
+    order = np.repeat(first[slots] - moved, sizes[slots]) + np.arange(len(columns["rank"]))
+    found = {name: values[order] for name, values in columns.items()}
+    slot = np.repeat(np.arange(len(slots)), sizes[slots])
+    calls = Calls(
+        groups=tables["groups"], ops=tables["ops"], signatures=tables["signatures"], slot=slot, first=moved, **found
+    )
+    return calls, order
 
 
 def from_frame(frame: Frame, extra: Iterable[Collective] = ()) -> Calls:

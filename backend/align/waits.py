@@ -38,8 +38,11 @@ class Attribution:
         return blocked
 
 
-def attribute(calls: Calls, clocks: Clocks) -> Attribution:
-    """Waits of every call. Linear in the calls but for one sort."""
+def attribute(calls: Calls, clocks: Clocks, later: tuple[Ints, Ints] | None = None) -> Attribution:
+    """Waits of every call. Linear in the calls but for one sort.
+
+    ``later``: (rank, entry on the job clock) of calls after these, of which some may say when a rank stopped working.
+    """
     n = len(calls)
     offset, error = clocks.offsets(calls.rank, calls.entered_ns, calls.monotonic_ns)
     entered = calls.entered_ns - offset.astype(np.int64)
@@ -70,7 +73,7 @@ def attribute(calls: Calls, clocks: Clocks) -> Attribution:
         completed_ns=completed,
         lateness_ns=(entered - median[calls.slot]).astype(np.float64),
         wait_ns=(last_time[calls.slot] - entered).astype(np.float64),
-        blocked_from_ns=_blocked_from(calls, entered, last_time),
+        blocked_from_ns=_blocked_from(calls, entered, last_time, later),
         last_ns=last_time[calls.slot],
         transfer_ns=np.where(pending, np.nan, done_late),
         error_ns=np.minimum(error + blur[calls.slot], UNKNOWN_NS),
@@ -79,18 +82,19 @@ def attribute(calls: Calls, clocks: Clocks) -> Attribution:
     )
 
 
-def _blocked_from(calls: Calls, entered: Ints, last_time: Ints) -> Ints:
+def _blocked_from(calls: Calls, entered: Ints, last_time: Ints, later: tuple[Ints, Ints] | None) -> Ints:
     """For each row the rank's latest call at or before the slot's last arrival: until then it was not blocked."""
-    order = np.lexsort((entered, calls.rank))
+    rank, at = calls.rank, entered
+    if later is not None:
+        rank, at = np.concatenate([rank, later[0]]), np.concatenate([at, later[1]])
+    found, column = np.unique(rank, return_inverse=True)
     base = int(entered.min())
-    shift = 1 << 50  # ns; about 13 days: longer windows fall back to the call's own entry
-    relative = entered - base
-    if int(relative.max()) >= shift or int(calls.rank.max()) >= 1 << 12:
-        return entered
-    packed = calls.rank * shift + relative
+    shift = (1 << 62) // len(found)  # ns: 26 days with 2,048 ranks
+    packed = column * shift + np.clip(at - base, 0, shift - 1)
+    order = np.argsort(packed, kind="stable")
     until = np.clip(last_time[calls.slot] - base, 0, shift - 1)
-    found = np.searchsorted(packed[order], calls.rank * shift + until, side="right") - 1
-    latest = entered[order][np.maximum(found, 0)]
+    index = np.searchsorted(packed[order], column[: len(calls)] * shift + until, side="right") - 1
+    latest = at[order][np.maximum(index, 0)]
     blocked: Ints = np.maximum(latest, entered)
     return blocked
 
