@@ -105,6 +105,8 @@ class Frame:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
 
+AROUND_NS = 60_000_000_000
+"""Clock exchanges this long before and after some steps still bound the offsets within them."""
 _STEPS = ("training.step", "training.phase")
 _CALLS = ("training.collective",)
 _SPANS = (
@@ -216,6 +218,25 @@ def read_calls(store: Store, job: str, attempt: int, first_step: int, since_ns: 
         hosts=_hosts(columns, rows),
     )
     return frame, newest
+
+
+def read_steps(store: Store, job: str, attempt: int, first_step: int, last: int) -> Frame:
+    """Steps, phases and collectives of ``first_step..last`` (inclusive), and the clock exchanges around them."""
+    spans = store.query(
+        f"{_SPANS} WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ? AND kind IN {_STEPS + _CALLS}",
+        [job, attempt, first_step, last],
+    )
+    columns = {name: spans.column(name) for name in spans.column_names}
+    starts, ends = _ints(columns["start_ns"]), _ints(columns["end_ns"])
+    span = [int(starts.min(initial=1 << 62)) - AROUND_NS, int(ends.max(initial=0)) + AROUND_NS]
+    logs = store.query(
+        f"{_LOGS} WHERE job = ? AND attempt = ? AND name = ? AND time_ns BETWEEN ? AND ? ORDER BY time_ns",
+        [job, attempt, str(EventName.CLOCK_SNAPSHOT), *span],
+    ).to_pylist()
+    return Frame(
+        job=job, attempt=attempt, spans=_spans(columns, _ints(columns["rank"]), starts),
+        logs=[_log(row) for row in logs], hosts=_hosts(columns, logs),
+    )  # fmt: skip
 
 
 def _hosts(spans: Mapping[str, Any], logs: Sequence[Mapping[str, Any]]) -> dict[int, str]:

@@ -1,76 +1,72 @@
-"""Swim lanes of one step on the job clock, its critical path, and the same as a Chrome trace. Rows in, JSON out."""
+"""Swim lanes of one step on the job clock, its critical path, waits and what-if, and the same as a Chrome trace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lanterne.backend.api.queries import finite
+import numpy as np
+
+from lanterne.backend.align import step_view
+from lanterne.backend.align.critical_path import Stretch
+from lanterne.backend.align.replay import WhatIf
+from lanterne.backend.align.step_view import StepView
+from lanterne.backend.align.waits import Attribution
 from lanterne.backend.store.events import EventStore
 from lanterne.nouns import Kind
 
 SPANS_MAX = 60_000
 _SPANS = """
-SELECT rank, kind, name, start_ns, end_ns, group_name, group_sequence, bytes FROM spans
+SELECT rank, kind, name, start_ns, end_ns, monotonic_ns, group_name, group_sequence, bytes FROM spans
 WHERE job = ? AND attempt = ? AND step = ? AND rank >= 0 ORDER BY rank, start_ns LIMIT ?
 """
-_WAITS = """
-SELECT group_name, group_sequence, rank, lateness_ms, wait_ms, transfer_ms FROM waits
-WHERE job = ? AND attempt = ? AND step = ?
-"""
-_CLOCKS = "SELECT rank, offset_ns, error_ns FROM rank_clocks WHERE job = ? AND attempt = ?"
-Call = tuple[str, int]
+Call = tuple[str, int, int]
 
 
-def lanes(store: EventStore, job: str, attempt: int, step: int) -> dict[str, Any] | None:
-    """The answer of ``jobs/{id}/steps/{n}``; None when no span of the step is stored."""
+def lanes(
+    store: EventStore, job: str, attempt: int, step: int, stages: Mapping[int, int] | None = None
+) -> dict[str, Any] | None:
+    """The answer of ``jobs/{id}/steps/{n}``; None when no span of the step is stored. ``stages``: rank -> stage."""
     spans = store.rows(_SPANS, [job, attempt, step, SPANS_MAX])
     if not spans:
         return None
-    clocks = {r["rank"]: (r["offset_ns"], r["error_ns"]) for r in store.rows(_CLOCKS, [job, attempt])}
-    waits = store.rows(_WAITS, [job, attempt, step])
-    for span in spans:
-        offset = clocks.get(span["rank"], (0, 0))[0]
-        span["at_ns"] = span["start_ns"] - offset
-        span["for_ns"] = max(0, span["end_ns"] - span["start_ns"])
-    steps = [s for s in spans if s["kind"] == Kind.STEP]
-    start = min(s["at_ns"] for s in steps or spans)
-    last = _last_arrivals(waits)
-    own = {(w["group_name"], w["group_sequence"], w["rank"]): w["wait_ms"] for w in waits}
+    view = step_view.read(store, job, attempt, step, len(spans))
+    ranks, own = (np.array([s[c] for s in spans], np.int64) for c in ("rank", "start_ns"))
+    monotonic = np.array([s["monotonic_ns"] or 0 for s in spans], np.int64)
+    offset, error = view.aligned.clocks.offsets(ranks, own, monotonic)
+    at = own - offset.astype(np.int64)
+    start = view.begin_ns() or int(at.min())
+    calls = view.aligned.calls
+    mine = np.flatnonzero(calls.step == step).tolist()
+    row = {(calls.groups[calls.group[i]], int(calls.sequence[i]), int(calls.rank[i])): i for i in mine}
+    blur: dict[int, int] = {}
     by_rank: dict[int, list[dict[str, Any]]] = {}
-    for span in spans:
-        by_rank.setdefault(span["rank"], []).append(_shown(span, start, last, own))
+    for span, begin, unsure in zip(spans, at.tolist(), error.tolist(), strict=True):
+        blur[span["rank"]] = max(blur.get(span["rank"], 0), int(unsure))
+        found = row.get((span["group_name"], span["group_sequence"], span["rank"]))
+        shown = _shown(span, begin - start, found, view.aligned.attribution)
+        by_rank.setdefault(span["rank"], []).append(shown)
+    path = view.path()
     return {
         "step": step,
         "job_start_ns": start,
         "lanes": [
-            {"rank": rank, "error_ns": clocks[rank][1] if rank in clocks else None, "spans": found}
+            {"rank": rank, "error_ns": blur[rank] if blur[rank] < 1 << 59 else None, "spans": found}
             for rank, found in by_rank.items()
         ],
-        "critical_path": _critical_path(spans, last, start),
+        "critical_path": [_stretch(s, start) for s in path],
+        "waits": _waits(view),
+        "what_if": _what_if(view, path, stages or {}),
         "truncated": len(spans) == SPANS_MAX,
     }
 
 
-def _last_arrivals(waits: Sequence[Mapping[str, Any]]) -> dict[Call, int]:
-    """The rank that entered each call last."""
-    last: dict[Call, tuple[float, int]] = {}
-    for row in waits:
-        call = (row["group_name"], row["group_sequence"])
-        late = row["lateness_ms"] if row["lateness_ms"] is not None else float("-inf")
-        if call not in last or late > last[call][0]:
-            last[call] = (late, row["rank"])
-    return {call: rank for call, (_, rank) in last.items()}
-
-
-def _shown(
-    span: Mapping[str, Any], start: int, last: Mapping[Call, int], own: Mapping[tuple[str, int, int], float | None]
-) -> dict[str, Any]:
+def _shown(span: Mapping[str, Any], at_ns: int, row: int | None, a: Attribution) -> dict[str, Any]:
     found: dict[str, Any] = {
         "kind": span["kind"],
         "name": span["name"],
-        "start_ms": (span["at_ns"] - start) / 1e6,
-        "duration_ms": span["for_ns"] / 1e6,
+        "start_ms": at_ns / 1e6,
+        "duration_ms": max(0, span["end_ns"] - span["start_ns"]) / 1e6,
         "group": span["group_name"] or None,
         "sequence": None,
         "bytes": span["bytes"],
@@ -78,54 +74,49 @@ def _shown(
         "wait_ms": None,
     }
     if span["kind"] == Kind.COLLECTIVE:
-        call = (span["group_name"], span["group_sequence"])
-        slowest = last.get(call)
         found["sequence"] = span["group_sequence"]
-        found["wait_ms"] = finite(own.get((*call, span["rank"])))
-        found["waited_for"] = None if slowest == span["rank"] else slowest
+        if row is not None and a.whole[row]:
+            last = int(a.last[row])
+            found["wait_ms"] = float(a.wait_ns[row]) / 1e6
+            found["waited_for"] = None if last in (-1, span["rank"]) else last
     return found
 
 
-def _critical_path(spans: Sequence[Mapping[str, Any]], last: Mapping[Call, int], start: int) -> list[dict[str, Any]]:
-    """From barrier to barrier the path runs through the rank that came last; then to the end of the step.
-
-    A call is left at its last member's completion, so the next stretch starts there.
-    """
-    entries: dict[Call, dict[int, Mapping[str, Any]]] = {}
-    for span in spans:
-        if span["kind"] == Kind.COLLECTIVE:
-            entries.setdefault((span["group_name"], span["group_sequence"]), {})[span["rank"]] = span
-    arrivals = sorted(
-        (entries[call][rank]["at_ns"], call, rank) for call, rank in last.items() if rank in entries.get(call, ())
-    )
-    path: list[dict[str, Any]] = []
-    at = start
-    for arrived, call, rank in arrivals:
-        done = max(s["at_ns"] + s["for_ns"] for s in entries[call].values())
-        if arrived > at:
-            path.append(_stretch(rank, _doing(spans, rank, at, arrived), at, arrived, start))
-        if done > max(at, arrived):
-            path.append(_stretch(rank, str(entries[call][rank]["name"]), max(at, arrived), done, start))
-        at = max(at, done)
-    ends = [(s["at_ns"] + s["for_ns"], s["rank"]) for s in spans if s["kind"] == Kind.STEP]
-    if ends and max(ends)[0] > at:
-        path.append(_stretch(max(ends)[1], _doing(spans, max(ends)[1], at, max(ends)[0]), at, max(ends)[0], start))
-    return path
+def _stretch(s: Stretch, start: int) -> dict[str, Any]:
+    return {
+        "rank": s.rank,
+        "name": s.name,
+        "start_ms": (s.start_ns - start) / 1e6,
+        "duration_ms": (s.end_ns - s.start_ns) / 1e6,
+        "group": s.group or None,
+        "sequence": s.sequence if s.sequence >= 0 else None,
+    }
 
 
-def _doing(spans: Sequence[Mapping[str, Any]], rank: int, low: int, high: int) -> str:
-    """The phase that fills most of the stretch on that rank; ``other`` where none does."""
-    best, name = 0, "other"
-    for span in spans:
-        if span["rank"] == rank and span["kind"] == Kind.PHASE:
-            shared = min(high, span["at_ns"] + span["for_ns"]) - max(low, span["at_ns"])
-            if shared > best:
-                best, name = shared, str(span["name"])
-    return name
+def _waits(view: StepView) -> list[dict[str, Any]]:
+    return [
+        {"rank": w.rank, "waited_for": w.waited_for, "wait_ms": w.wait_ns / 1e6, "calls": w.calls} for w in view.waits()
+    ]
 
 
-def _stretch(rank: int, name: str, low: int, high: int, start: int) -> dict[str, Any]:
-    return {"rank": rank, "name": name, "start_ms": (low - start) / 1e6, "duration_ms": (high - low) / 1e6}
+def _what_if(view: StepView, path: Sequence[Stretch], stages: Mapping[int, int]) -> dict[str, Any] | None:
+    """Step times with one thing repaired, the most worth first; None where the step cannot be replayed."""
+    found: WhatIf | None = view.what_if(path, stages)
+    if found is None:
+        return None
+    observed = found.observed_ns
+
+    def ranked(name: str, values: Mapping[Any, float]) -> list[dict[str, Any]]:
+        order = sorted(values.items(), key=lambda item: item[1])
+        return [{name: k, "step_ms": v / 1e6, "saving_ms": max(0.0, observed - v) / 1e6} for k, v in order]
+
+    return {
+        "step_ms": observed / 1e6,
+        "all_normal_ms": found.all_normal_ns / 1e6,
+        "ranks": ranked("rank", found.ranks),
+        "stages": ranked("stage", found.stages),
+        "phases": ranked("phase", found.phases),
+    }
 
 
 def chrome_trace(job: str, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,18 @@ from fastapi.responses import JSONResponse
 
 from lanterne import limits
 from lanterne.backend.api import shapes
-from lanterne.backend.api.context import Ctx, Cursor, Limit, OfJob, Step, decode_cursor, encode_cursor, page
+from lanterne.backend.api.context import (
+    At,
+    Context,
+    Ctx,
+    Cursor,
+    Limit,
+    OfJob,
+    Step,
+    decode_cursor,
+    encode_cursor,
+    page,
+)
 from lanterne.backend.api.lanes import chrome_trace, lanes
 from lanterne.backend.api.problems import Problem
 from lanterne.backend.api.queries import finite
@@ -81,17 +92,23 @@ def steps(
 
 @router.get("/jobs/{job}/steps/{number}")
 def one_step(context: Ctx, at: OfJob, number: StepNumber) -> dict[str, Any]:
-    """Lanes of all ranks on the job clock, each with its clock error, and the critical path."""
-    found = lanes(context.store, at.job.id, at.attempt, number)
+    """Lanes of all ranks on the job clock, each with its clock error; the critical path, who waited for whom, and
+    what the step had taken with a rank, a pipeline stage or a phase as fast as its peers."""
+    found = _lanes(context, at, number)
     if found is None:
         raise Problem(404, f"nothing is stored of step {number} of job {at.job.id}")
     return found
 
 
+def _lanes(context: Context, at: At, step: int) -> dict[str, Any] | None:
+    mesh = {r.identity.rank: r.identity.mesh.get("pp", 0) for r in context.control.ranks(at.job.id, at.attempt)}
+    return lanes(context.store, at.job.id, at.attempt, step, mesh)
+
+
 @router.get("/jobs/{job}/timeline")
 def timeline(context: Ctx, at: OfJob, step: Annotated[int, Query(ge=0, le=limits.STEP_MAX)]) -> Response:
     """One step as Chrome trace JSON: open it in Perfetto."""
-    found = lanes(context.store, at.job.id, at.attempt, step)
+    found = _lanes(context, at, step)
     if found is None:
         raise Problem(404, f"nothing is stored of step {step} of job {at.job.id}")
     name = f"{at.job.id}-step-{step}.trace.json".replace(":", "_")

@@ -83,6 +83,11 @@ def test_lanes_and_chrome_trace_of_a_step(server: httpx.Client) -> None:
     assert [lane["rank"] for lane in step["lanes"]] == [0, 1, 2, 3]
     call = next(s for s in step["lanes"][0]["spans"] if s["kind"] == "training.collective")
     assert (call["group"], call["sequence"], call["bytes"]) == ("0-3", 4, 1 << 20)
+    path = step["critical_path"]
+    assert {"rank", "name", "start_ms", "duration_ms", "group", "sequence"} == set(path[0])
+    assert sum(s["duration_ms"] for s in path) == pytest.approx(step["what_if"]["step_ms"], abs=0.2)
+    assert step["what_if"]["all_normal_ms"] <= step["what_if"]["step_ms"]
+    assert all(w["wait_ms"] > 0 and w["rank"] != w["waited_for"] for w in step["waits"])
     trace = get(server, "/jobs/demo/timeline", step=4)
     assert sum(e["ph"] == "X" for e in trace["traceEvents"]) == 16
     assert server.get(f"{API}/jobs/demo/steps/999").status_code == 404
