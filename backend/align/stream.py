@@ -34,6 +34,7 @@ RECENT, SPARSE, EVERY = 8, 24, 8
 SNAPSHOTS_MAX = 4_096  # of each clock, the newest
 
 _Slots = frozenset[tuple[str, int]]
+_Members = Mapping[str, frozenset[int]]
 
 
 def _none() -> Calls:
@@ -63,6 +64,9 @@ class _Block:
     own: Calls = field(default_factory=_none)  # rows by their own step
     fresh: list[Calls] = field(default_factory=list)
     short: _Slots = frozenset()  # slots that lack members
+    moved: bool = False  # ``calls`` is not ``own``: a slot of two blocks
+    members: _Members = field(default_factory=dict)  # who made a call in each group
+    reporting: Mapping[str, int] = field(default_factory=dict)  # how many did here or in the blocks beside it
     calls: Calls = field(default_factory=_none)
     edges: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # clock -> first (monotonic, Unix) ns
     snapshots: list[Snapshot] = field(default_factory=list)
@@ -99,6 +103,7 @@ class Aligner:
         self._blocks: dict[int, _Block] = {}
         self._sealed_until: int | None = None  # the newest sealed block
         self._past, self._sealed_short = _Past(), frozenset[tuple[str, int]]()
+        self._sealed_members: _Members = {}
         self._snapshots: dict[str, dict[Snapshot, None]] = {}
         self._answer: Aligned | None = None
 
@@ -165,9 +170,21 @@ class Aligner:
             before = block.leaves
         for here, following in zip(order, [*order[1:], None], strict=True):
             block = self._blocks[here]
-            if block.found is None or here in anew or following in anew:
+            reporting = self._reporting(here)
+            if block.found is None or here in anew or following in anew or reporting != block.reporting:
                 assert block.clocks is not None
-                block.found = waits.attribute(block.calls, block.clocks, self._later(here, following))
+                count = np.array([reporting[name] for name in block.calls.groups] or [0], np.int64)
+                told = count[block.calls.group[block.calls.first]]
+                block.found = waits.attribute(block.calls, block.clocks, self._later(here, following), told)
+                block.reporting = reporting
+
+    def _reporting(self, here: int) -> dict[str, int]:
+        """Members of each group that made a call in this block or beside it: a late rank is not yet a silent one."""
+        beside = [self._blocks[n].members for n in (here, here + 1) if n in self._blocks]
+        beside.append(self._blocks[here - 1].members if here - 1 in self._blocks else (
+            self._sealed_members if here - 1 == self._sealed_until else {}))  # fmt: skip
+        found = {name: frozenset[int]().union(*(m.get(name, ()) for m in beside)) for name in beside[0]}
+        return {name: len(ranks) for name, ranks in found.items()}
 
     def _later(self, here: int, following: int | None) -> tuple[Ints, Ints] | None:
         """Entries of the next block on the same job clock."""
@@ -189,7 +206,7 @@ class Aligner:
             block.own = matching.joined([block.own, *block.fresh]) if len(block.own) or len(block.fresh) > 1 else (
                 block.fresh[0])  # fmt: skip
             block.fresh = []
-            block.short = _short(block.own)
+            block.short, block.members = _short(block.own), _members(block.own)
         for number, block in self._blocks.items():
             if not changed & {number - 1, number, number + 1}:
                 continue
@@ -198,10 +215,11 @@ class Aligner:
             after = self._blocks.get(number + 1)
             gone = block.short & before
             come = (block.short & after.short) - gone if after is not None else frozenset()
-            if number not in changed and not gone and not come:
+            moves = bool(gone or come)
+            if number not in changed and not moves and not block.moved:
                 continue
-            block.calls = block.own
-            if gone or come:
+            block.calls, block.moved = block.own, moves
+            if moves:
                 parts, rows = [block.own], [~_among(block.own, gone)]
                 if after is not None:
                     parts, rows = [*parts, after.own], [*rows, _among(after.own, come)]
@@ -270,7 +288,8 @@ class Aligner:
             if not far and (self.keep_steps is None or self.rows <= self.rows_max):
                 return
             block = self._blocks.pop(oldest)
-            self._past, self._sealed_short, self._sealed_until = block.leaves, block.short, oldest
+            self._past, self._sealed_until = block.leaves, oldest
+            self._sealed_short, self._sealed_members = block.short, block.members
 
 
 def _short(calls: Calls) -> _Slots:
@@ -279,6 +298,15 @@ def _short(calls: Calls) -> _Slots:
     rows = calls.first[lack]
     names = zip(calls.group[rows].tolist(), calls.sequence[rows].tolist(), strict=True)
     return frozenset((calls.groups[g], s) for g, s in names)
+
+
+def _members(calls: Calls) -> _Members:
+    """Ranks that made a call, by group."""
+    span = int(calls.rank.max(initial=0)) + 1
+    found: dict[str, list[int]] = {name: [] for name in calls.groups}
+    for pair in np.unique(calls.group * span + calls.rank).tolist():
+        found[calls.groups[pair // span]].append(pair % span)
+    return {name: frozenset(ranks) for name, ranks in found.items()}
 
 
 def _among(calls: Calls, slots: _Slots | frozenset[Any]) -> np.ndarray:

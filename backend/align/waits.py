@@ -38,10 +38,13 @@ class Attribution:
         return blocked
 
 
-def attribute(calls: Calls, clocks: Clocks, later: tuple[Ints, Ints] | None = None) -> Attribution:
+def attribute(
+    calls: Calls, clocks: Clocks, later: tuple[Ints, Ints] | None = None, reporting: Ints | None = None
+) -> Attribution:
     """Waits of every call. Linear in the calls but for one sort.
 
     ``later``: (rank, entry on the job clock) of calls after these, of which some may say when a rank stopped working.
+    ``reporting`` [S]: how many members of each slot's group report; by default those that made a call here.
     """
     n = len(calls)
     offset, error = clocks.offsets(calls.rank, calls.entered_ns, calls.monotonic_ns)
@@ -54,7 +57,7 @@ def attribute(calls: Calls, clocks: Clocks, later: tuple[Ints, Ints] | None = No
             entered_ns=zero, completed_ns=zero, lateness_ns=none, wait_ns=none, blocked_from_ns=zero, last_ns=zero,
             transfer_ns=none, error_ns=none, last=zero, whole=np.zeros(0, bool),
         )  # fmt: skip
-    sizes, reporting = calls.sizes, calls.reporting()
+    sizes, reporting = calls.sizes, calls.reporting() if reporting is None else reporting
     whole = (sizes >= reporting) & (sizes > 1) & (2 * reporting >= calls.expected())
     order = np.lexsort((entered, calls.slot))
     ranked, half = entered[order], sizes // 2
