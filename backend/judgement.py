@@ -144,7 +144,7 @@ def _about(facts: Facts, case: Case, causes: Sequence[Cause], diagnosis: Diagnos
             return replace(then, causes=fitting, verdict=verdict)
     first = bool(causes) and bool(diagnosis.causes) and causes[0] is diagnosis.causes[0]
     verdict = diagnosis.verdict if first else ""  # the engine's sentence is about its first cause
-    if not causes and len(diagnosis.causes) == 1:
+    if not causes and len(diagnosis.causes) == 1 and incidents.head(case.anomalies).kind not in SPOKEN:
         causes = [c for c in diagnosis.causes if c.category is CauseCategory.UNKNOWN]  # it says what would settle it
     return replace(diagnosis, causes=tuple(causes) or (_unknown(facts, case),), verdict=verdict)
 

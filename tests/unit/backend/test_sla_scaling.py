@@ -21,6 +21,27 @@ def test_throughputs_of_eight_ranks_give_the_contract_s_efficiencies(rates: dict
     assert found.residual == pytest.approx(0.0, abs=1e-9)
 
 
+TENSORFLOW_2017 = {
+    "ResNet-50, DGX-1, synthetic data": ({1: 219.0, 2: 422.0, 4: 852.0, 8: 1734.0}, 7.92),
+    "ResNet-50, DGX-1, real data": ({1: 218.0, 2: 425.0, 4: 853.0, 8: 1630.0}, 7.48),
+    "InceptionV3, K80 on GCE, real data": ({1: 30.6, 2: 58.4, 4: 115.0, 8: 225.0}, 7.35),
+    "ResNet-50, K80 on GCE, real data, batch 32": ({1: 49.3, 2: 95.3, 4: 186.0, 8: 359.0}, 7.28),
+}
+"""Images a second as published at tensorflow.org/performance/benchmarks (2017), and the speed-up they come to."""
+
+
+@pytest.mark.parametrize("name", TENSORFLOW_2017)
+def test_a_published_scaling_table_is_reproduced(name: str) -> None:
+    rates, speed_up = TENSORFLOW_2017[name]
+    found = efficiency(rates)
+    assert found.points[-1].speed_up == pytest.approx(speed_up, abs=5e-3)
+    assert found.points[-1].efficiency == pytest.approx(speed_up / 8, abs=1e-3)
+    assert found.serial_share is not None
+    assert 0 < found.serial_share < 0.02
+    assert found.residual is not None
+    assert found.residual < 0.03
+
+
 def test_amdahl_is_fitted_and_its_misfit_told() -> None:
     law = {n: 100.0 / (0.05 + 0.95 / n) for n in (1, 2, 4, 8, 16)}
     found = efficiency(law)
