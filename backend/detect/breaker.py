@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from lanterne.backend.detect.bandwidth import Speed, follow
 from lanterne.causal.facts import Facts, FloatArray, IntArray
 from lanterne.nouns import BreakerState, EventName
 
@@ -117,7 +118,7 @@ class Board:
     """The breakers by group, the moves that led there, and what the next window goes on from.
 
     ``baselines``: (group, kind of call) -> its first transfers in ms; ``until``: group -> last sequence judged;
-    ``told_ns``: job time up to which failures were counted.
+    ``told_ns``: job time up to which failures were counted; ``speeds``: group -> bandwidth of its largest calls.
     """
 
     breakers: Mapping[str, Breaker] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class Board:
     baselines: Mapping[tuple[str, int], tuple[float, ...]] = field(default_factory=dict)
     until: Mapping[str, int] = field(default_factory=dict)
     told_ns: int = -1
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
 
     def states(self) -> list[BreakerState]:
         """The breakers for people, the open ones first."""
@@ -150,7 +152,7 @@ def board(facts: Facts, before: Board | None = None) -> Board:
     w = facts.waits
     if not len(facts.step_start_ns):
         return old
-    breakers, until, baselines = dict(old.breakers), dict(old.until), dict(old.baselines)
+    breakers, until, baselines, speeds = dict(old.breakers), dict(old.until), dict(old.baselines), dict(old.speeds)
     changes = list(old.changes)
     for calls in _fresh(facts, old):
         group = w.group[calls.group]
@@ -160,6 +162,8 @@ def board(facts: Facts, before: Board | None = None) -> Board:
         if slow.any() or state.position is not Position.CLOSED or state.slow_in_a_row:
             state = _through(state, group, calls, usual, changes)
         breakers[group], until[group] = state, int(calls.sequence[-1])
+        speed = follow(speeds.get(group), calls.kind, calls.size, calls.took_ms)
+        speeds |= {group: speed} if speed is not None else {}
     for group, step, at_s in _failures(facts, old.told_ns):
         was = breakers.get(group, Breaker())
         breakers[group] = failed(was, at_s)
@@ -169,7 +173,7 @@ def board(facts: Facts, before: Board | None = None) -> Board:
     return Board(
         breakers={g: at(b, now_s) for g, b in breakers.items()} if facts.now_ns else breakers,
         changes=tuple(sorted(changes, key=lambda c: c.at_s))[-CHANGES_MAX:], baselines=baselines, until=until,
-        told_ns=max(told, old.told_ns),
+        told_ns=max(told, old.told_ns), speeds=speeds,
     )  # fmt: skip
 
 
@@ -183,6 +187,7 @@ class _Calls:
     at_s: FloatArray
     took_ms: FloatArray
     kind: IntArray
+    size: IntArray
 
 
 def _fresh(facts: Facts, old: Board) -> Iterator[_Calls]:
@@ -206,7 +211,7 @@ def _fresh(facts: Facts, old: Board) -> Iterator[_Calls]:
     for part in np.split(np.arange(len(head)), edges[1:]):
         yield _Calls(
             int(w.group_index[head[part[0]]]), w.sequence[head[part]], w.step[head[part]], at_s[part], took[part],
-            kind[part],
+            kind[part], w.bytes[head[part]],
         )  # fmt: skip
 
 

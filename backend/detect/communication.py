@@ -1,17 +1,15 @@
 """The network's share: transfers (last arrival to completion) that last, per group, and mismatched calls.
 
-Lateness is no network matter: a transfer begins when the last member has entered. ``alpha + beta x bytes``
-is fitted per group; the bus bandwidth is judged against the best that the same group has shown.
+Lateness is no network matter: a transfer begins when the last member has entered. Bandwidth against the best that a
+group has shown is a service rule (``bandwidth.py``); the API fits ``alpha + beta x bytes``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from lanterne.backend.detect.base import common, events, finding, lasting_rise, median, rows_of, settled, step_ms
-from lanterne.causal.facts import Facts, FloatArray
+from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, Severity
 
 WIDTH = 10
@@ -19,8 +17,6 @@ RATIO = 2.5
 SHARE = 0.2
 FLOOR_MS = 15.0
 SIGMAS = 4.0
-BANDWIDTH_SHARE = 0.7
-"""Below this share of the best seen a group's bandwidth is flagged in the communication view (contract)."""
 
 
 def detect(facts: Facts) -> list[Anomaly]:
@@ -119,63 +115,3 @@ def mismatch(facts: Facts) -> list[Anomaly]:
             fired_by="event",
         )
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """``time = alpha + beta x bytes`` of one group: alpha in us, bandwidth ``1/beta`` in GB/s."""
-
-    group: str
-    alpha_us: float
-    beta_gbps: float
-    samples: int
-    best_bus_gbps: float
-    last_bus_gbps: float
-
-    @property
-    def slow(self) -> bool:
-        return self.last_bus_gbps < BANDWIDTH_SHARE * self.best_bus_gbps
-
-
-def bus_factor(members: int) -> float:
-    """Bus bandwidth of an all-reduce = algorithm bandwidth x 2(n-1)/n (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (members - 1) / members if members > 1 else 1.0
-
-
-def fit(facts: Facts) -> list[Line]:
-    """Alpha-beta lines per group from the fastest member's transfer of each call; groups with one size get alpha 0."""
-    w = facts.waits
-    lines = []
-    for g, group in enumerate(w.group):
-        mine = np.flatnonzero((w.group_index == g) & (w.bytes > 0) & np.isfinite(w.transfer_ms))
-        if len(mine) < 8:
-            continue
-        order = mine[np.lexsort((w.transfer_ms[mine], w.sequence[mine]))]
-        once = order[np.flatnonzero(np.diff(w.sequence[order], prepend=-1))]
-        size, time_s = w.bytes[once].astype(np.float64), np.maximum(w.transfer_ms[once], 1e-3) / 1e3
-        alpha, beta = _line(size, time_s)
-        bus = size / time_s * bus_factor(len(facts.groups.get(group, ()))) / 1e9
-        large = size >= np.quantile(size, 0.75)
-        lines.append(
-            Line(
-                group=group,
-                alpha_us=alpha * 1e6,
-                beta_gbps=1 / beta / 1e9 if beta > 0 else float("inf"),
-                samples=len(once),
-                best_bus_gbps=float(np.quantile(bus[large], 0.95)),
-                last_bus_gbps=float(np.median(bus[large][-20:])),
-            )
-        )
-    return lines
-
-
-def _line(size: FloatArray, time_s: FloatArray) -> tuple[float, float]:
-    """Least squares over the medians of each size, so that one late packet does not bend the line."""
-    sizes = np.unique(size)
-    typical = np.array([np.median(time_s[size == s]) for s in sizes])
-    if len(sizes) < 2:
-        return 0.0, float(typical[0] / sizes[0])
-    beta = float(np.polyfit(sizes, typical, 1)[0])
-    if beta <= 0:
-        return float(np.median(typical)), 0.0
-    return max(float(np.median(typical - beta * sizes)), 0.0), beta

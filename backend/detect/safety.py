@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lanterne.backend.detect import breaker, contract, heartbeat
+from lanterne.backend.detect import bandwidth, breaker, contract, heartbeat
 from lanterne.backend.detect.base import ranges
 from lanterne.backend.detect.breaker import Board
 from lanterne.backend.detect.heartbeat import Beats
@@ -42,9 +42,8 @@ def look(facts: Facts, beats: Beats | None = None, before: Safety | None = None)
     rules = heartbeat.rulings(facts, beats) if beats is not None else []
     saved = contract.checkpoint_success(facts)
     rules += [saved] if saved is not None else []
-    return Safety(
-        board=breaker.board(facts, before.board if before else None), rules=(*rules, *leaks(facts)),
-    )  # fmt: skip
+    board = breaker.board(facts, before.board if before else None)
+    return Safety(board=board, rules=(*rules, *leaks(facts), *bandwidth.rulings(board.speeds)))
 
 
 def leaks(facts: Facts) -> list[Ruling]:

@@ -10,7 +10,7 @@ from detect_runs import facts, series
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lanterne.backend.detect import breaker
+from lanterne.backend.detect import breaker, safety
 from lanterne.backend.detect.breaker import Breaker, Position, at, failed, observed, succeeded
 from lanterne.causal.facts import Waits
 
@@ -102,3 +102,34 @@ def test_it_closes_again_when_the_link_is_well_for_long_enough() -> None:
     board = breaker.board(facts(series(step_ms=2000.0), waits=brief))
     assert [c.position for c in board.changes] == [Position.OPEN, Position.CLOSED]
     assert board.changes[1].at_s - board.changes[0].at_s >= breaker.CLEAN_S
+
+
+@pytest.mark.parametrize(("took", "broken"), [(80.0, True), (24.0, False)])
+def test_bandwidth_below_seven_tenths_of_the_best_breaks_the_rule(took: float, broken: bool) -> None:
+    waits = _waits(200, 100)
+    slow = replace(waits, transfer_ms=np.where(waits.step >= 100, took, 20.0))
+    (rule,) = [r for r in safety.look(facts(series(), waits=slow)).rules if r.rule == "bandwidth"]
+    assert rule.broken is broken
+    assert rule.value == pytest.approx(20.0 / took)
+
+
+def test_bandwidth_is_carried_from_window_to_window_and_short_transfers_are_left_alone() -> None:
+    waits = _waits(200, 100)
+    first = replace(waits, **{n: getattr(waits, n)[: 4 * 100] for n in ("group_index", "sequence", "step", "rank",
+                    "bytes", "lateness_ms", "wait_ms", "transfer_ms", "error_ms")})  # fmt: skip
+    before = safety.look(facts(series(), waits=first))
+    after = safety.look(facts(series(), waits=waits), None, before)
+    assert [r.broken for r in (*before.rules, *after.rules) if r.rule == "bandwidth"] == [False, True]
+    assert after.board.breakers["0-3"].opened_times == 1
+    brief = replace(waits, transfer_ms=waits.transfer_ms / 20)
+    assert not safety.look(facts(series(), waits=brief)).broken
+    noisy = replace(waits, transfer_ms=20 * np.exp(np.random.default_rng(0).normal(0, 0.4, len(waits.step))))
+    assert not safety.look(facts(series(), waits=noisy)).broken
+
+
+def test_windows_that_overlap_count_each_call_once() -> None:
+    waits = _waits(200, 100)
+    once = safety.look(facts(series(), waits=waits))
+    again = safety.look(facts(series(), waits=waits), None, once)
+    assert again.board.changes == once.board.changes
+    assert again.board.speeds == once.board.speeds
