@@ -157,10 +157,10 @@ class Demo:
         ]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        snapshots = {"LANTERNE_SNAPSHOT_EVERY": str(SNAPSHOT_EVERY), "LANTERNE_SNAPSHOT_KEEP": str(SNAPSHOT_KEEP)}
+        wanted = {"LANTERNE_SNAPSHOT_EVERY": str(SNAPSHOT_EVERY), "LANTERNE_SNAPSHOT_KEEP": str(SNAPSHOT_KEEP)}
         return {
             **os.environ,
-            **(snapshots if self.options.mends else {}),
+            **(wanted if self.options.mends else {"LANTERNE_RESTARTS": "0"}),
             "OMP_NUM_THREADS": "1",
             "LANTERNE_ENDPOINT": self.base,
             "LANTERNE_JOB": self.job,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAD_TO_SIGMA = 1.4826
 WARM_UP = 10
+BURST = 3
+"""Steps over the bound in a row that still are a burst (the spike tracker's three steps running)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ class QuantileClip(_Global):
 
     Compensation: a step that cut the gradient g to c g leaves (1 - c) g owed; each of the next ``delay`` steps
     adds a share of it before it is clipped itself. ``delay`` 0 drops what was cut. The owed gradient costs one
-    copy of the gradients while it is owed. A burst longer than the window raises the bound: then it is no burst.
+    copy of the gradients while it is owed. A cut norm is remembered as the quantile itself, so that spikes do not
+    raise the bound that cuts them; more than ``BURST`` cuts in a row are no burst but a new level, which raises it.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class QuantileClip(_Global):
             raise UsageError(f"quantile: {quantile} is outside 0.5 to 1")
         self.quantile, self.delay, self.slack, self.warm_up = quantile, delay, slack, warm_up
         self.seen: deque[float] = deque(maxlen=window)
+        self._in_row = 0
         self._owed: list[torch.Tensor] = []
         self._left = 0
 
@@ -189,7 +193,9 @@ class QuantileClip(_Global):
         return self.slack * ordered[min(len(ordered) - 1, math.ceil(self.quantile * len(ordered)) - 1)]
 
     def learn(self, norm: float, bound: float) -> None:
-        self.seen.append(min(norm, bound))
+        self._in_row = self._in_row + 1 if norm > bound else 0
+        cut_to = bound if self._in_row > BURST else bound / self.slack
+        self.seen.append(norm if norm <= bound else cut_to)
 
     def clip(self) -> Clipped:
         gradients = _gradients(self.parameters)

@@ -170,3 +170,20 @@ def test_a_verified_incident_stays_resolved_and_new_trouble_is_a_new_one(launche
         again.evaluate("j", 0)
         assert launches.incident().status is IncidentStatus.RESOLVED
         assert launches.incident().ledger["verified"] == mended.ledger["verified"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "action"),
+    [("lr_jump", "set_lr"), ("crash", "restart"), ("nonfinite", "rollback"), ("bad_batch", "rollback")],
+)
+def test_with_observe_nothing_is_ordered_and_the_report_says_what_would_be(
+    house: House, fault: str, action: str
+) -> None:
+    house.play(simulate(SMALL, ((fault, 2, 60),), seed=3, name="j"), evaluate_every=15)
+    assert house.control.commands("j") == []
+    (found,) = house.report("j").incidents
+    assert found.causes[0].remedy.action == action
+    assert "decided" in found.ledger
+    assert "acted" not in found.ledger
+    decision = house.control.decisions(found.id)[-1]
+    assert (decision.chose, decision.body["orders"][0]["action"]) == ("observe", action)
