@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from lanterne.backend.align.facts import build_facts
-from lanterne.backend.api.context import Context, Ctx, OfJob, Who
+from lanterne.backend.api.context import Context, Ctx, OfJob, Step, Who
 from lanterne.backend.api.incidents import IncidentId, known_incident
-from lanterne.backend.detect import safety
+from lanterne.backend.detect import anomaly, safety
 from lanterne.backend.detect.safety import Safety
 from lanterne.backend.store.records import rfc3339
 from lanterne.nouns import to_json
 
 router = APIRouter(tags=["safety"])
+Score = Literal["robust_z", "detrended_z", "learned"]
 
 
 class Silence(BaseModel):
@@ -45,6 +46,24 @@ def breakers(context: Ctx, at: OfJob) -> dict[str, Any]:
         ],
         "rules": to_json(found.rules),
     }
+
+
+@router.get("/jobs/{job}/anomalies")
+def anomalies(
+    context: Ctx,
+    at: OfJob,
+    step: Step = None,
+    score: Annotated[
+        Literal["robust_z", "detrended_z", "learned"], Query(description="Without a step")
+    ] = "detrended_z",
+) -> dict[str, Any]:
+    """The series that left their own past most, at a step or anywhere in the last steps, ranked; no alarms."""
+    facts = context.cached(
+        ("facts", at.job.id, at.attempt),
+        lambda: build_facts(context.store, at.job.id, at.attempt, now_ns=context.clock.unix_ns()),
+    )
+    found = anomaly.candidates(facts, step, top=20, score=score)
+    return {"items": [to_json(c) | {"says": c.says} for c in found], "next": None}
 
 
 @router.get("/alerts")

@@ -8,12 +8,15 @@ evaluation: :func:`candidates` is asked about an incident whose cause is not kno
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from lanterne.backend.detect import learned
 from lanterne.backend.detect.base import MAD_TO_SIGMA, median, runs
 from lanterne.causal.facts import Facts, FloatArray
+from lanterne.errors import UsageError
 
 BEFORE, AFTER = 50, 10
 SIGMAS = 6.0
@@ -23,6 +26,7 @@ ALIKE = 0.6
 """Correlation of a series with itself one period later from which the period is believed."""
 SHARE_FLOOR = 0.02
 TREND = 25
+TRAIL = 9
 NOT_JUDGED = frozenset({"lr", "lr_planned", "parameter_checksum", "loss_scale"})
 
 
@@ -99,22 +103,45 @@ def robust_z(x: FloatArray) -> FloatArray:
     return z
 
 
-def candidates(facts: Facts, step: int | None = None, *, top: int = 5) -> list[Candidate]:
-    """The series that moved most at ``step`` (None: wherever each moved most), at least six sigmas, best first."""
+def detrended_z(x: FloatArray) -> FloatArray:
+    """[T] the robust z of each sample less the median of the nine before it: trends are no surprise."""
+    if len(x) <= TRAIL:
+        return np.full(len(x), np.nan)
+    past = np.lib.stride_tricks.sliding_window_view(x, TRAIL)[:-1]
+    rest = np.concatenate([np.zeros(TRAIL), x[TRAIL:] - median(past, axis=1)])
+    return robust_z(rest)
+
+
+SCORES: Mapping[str, Callable[[FloatArray], FloatArray]] = {
+    "robust_z": robust_z, "detrended_z": detrended_z, "learned": learned.score,
+}  # fmt: skip
+DEFAULT_SCORE = "detrended_z"
+"""As good as the learned one on series kept apart (``benchmarks/detect_learned.py``), and simpler."""
+
+
+def candidates(facts: Facts, step: int | None = None, *, top: int = 5, score: str = DEFAULT_SCORE) -> list[Candidate]:
+    """The series that moved most at ``step`` (None: wherever each moved most), at least six sigmas, best first.
+
+    ``score``: a name of ``SCORES``, for the question without a step. Raises :class:`UsageError` for another.
+    """
+    if score not in SCORES:
+        raise UsageError(f"anomalies: the score {score!r} is not one of {', '.join(SCORES)}")
     found = []
     for name, values in facts.series.items():
         if name in NOT_JUDGED or not values.size or not np.isfinite(values).any():
             continue
-        one = _moved(facts, name, values) if step is None else _moved_at(facts, name, values, step)
+        one = _moved(facts, name, values, SCORES[score]) if step is None else _moved_at(facts, name, values, step)
         if one is not None and abs(one.score) >= SIGMAS:
             found.append(one)
     return sorted(found, key=lambda c: -abs(c.score))[:top]
 
 
-def _moved(facts: Facts, name: str, values: FloatArray) -> Candidate | None:
+def _moved(
+    facts: Facts, name: str, values: FloatArray, score_of: Callable[[FloatArray], FloatArray]
+) -> Candidate | None:
     """Where the job's median left its past for three steps running."""
     x, period = deseasoned(median(values, axis=1))
-    z = np.nan_to_num(robust_z(x))
+    z = np.nan_to_num(score_of(np.where(np.isfinite(x), x, median(x))))
     if len(z) <= BEFORE:
         return None
     lasting = np.minimum(np.minimum(np.abs(z[:-2]), np.abs(z[1:-1])), np.abs(z[2:]))

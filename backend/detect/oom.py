@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lanterne.backend.detect.network import logistic, lstm_outputs
 from lanterne.causal.facts import FloatArray
 from lanterne.errors import UsageError
 
@@ -79,10 +80,6 @@ def features(windows: FloatArray, limit: FloatArray) -> FloatArray:
     )  # fmt: skip
 
 
-def _logistic(z: FloatArray) -> FloatArray:
-    return np.asarray(1 / (1 + np.exp(-np.clip(z, -60, 60))), np.float64)
-
-
 def last_level(windows: FloatArray, limit: FloatArray) -> FloatArray:
     """[B] last allocated over limit."""
     return np.asarray(windows[:, -1, 0] / limit, np.float64)
@@ -94,20 +91,6 @@ def linear_level(windows: FloatArray, limit: FloatArray) -> FloatArray:
     t = np.arange(SAMPLES) - (SAMPLES - 1) / 2
     slope = (y @ t) / (t @ t)
     return np.asarray(np.maximum(y.mean(axis=1) + slope * (HORIZON + (SAMPLES - 1) / 2), y[:, -1]), np.float64)
-
-
-def lstm_logit(weights: Mapping[str, FloatArray], x: FloatArray) -> FloatArray:
-    """[B, 10, 12] -> [B]: torch's LSTM (gates input, forget, cell, output) and a linear layer over its last state."""
-    w_in, w_state = weights["lstm.weight_ih_l0"], weights["lstm.weight_hh_l0"]
-    bias = weights["lstm.bias_ih_l0"] + weights["lstm.bias_hh_l0"]
-    hidden = w_state.shape[1]
-    state, cell = np.zeros((len(x), hidden)), np.zeros((len(x), hidden))
-    for t in range(x.shape[1]):
-        gates = x[:, t] @ w_in.T + state @ w_state.T + bias
-        take, keep, new, give = (gates[:, i * hidden : (i + 1) * hidden] for i in range(4))
-        cell = _logistic(keep) * cell + _logistic(take) * np.tanh(new)
-        state = _logistic(give) * np.tanh(cell)
-    return np.asarray((state @ weights["out.weight"].T)[:, 0] + weights["out.bias"][0], np.float64)
 
 
 @cache
@@ -126,12 +109,12 @@ def probability(
     """
     fitted = weights() if fitted is None else fitted
     if predictor == "lstm":
-        return _logistic(lstm_logit(fitted, features(windows, limit)))
+        return logistic(lstm_outputs(fitted, features(windows, limit))[:, 0])
     if predictor not in PREDICTORS:
         raise UsageError(f"oom: {predictor!r} is not one of {', '.join(PREDICTORS)}")
     level = (last_level if predictor == "last_value" else linear_level)(windows, limit)
     slope, offset = fitted[f"{predictor}.curve"]
-    return _logistic(slope * level + offset)
+    return logistic(slope * level + offset)
 
 
 def advice(chance: float) -> Advice:

@@ -122,3 +122,12 @@ def test_a_scheduler_s_answer_becomes_unified_records(server: httpx.Client) -> N
     assert answer.json()["success_rate"] == 1.0
     assert server.post(f"{API}/schedulers/yarn", json={"apps": 3}).status_code == 400
     assert server.post(f"{API}/schedulers/pbs", json={}).status_code == 422
+
+
+@pytest.mark.parametrize("score", ["robust_z", "detrended_z", "learned"])
+def test_what_moved_is_ranked(server: httpx.Client, score: str) -> None:
+    rows = get(server, "/jobs/demo/anomalies", step=40)["items"]
+    assert rows[0]["series"] == "transfer_ms"
+    assert (rows[0]["step"], rows[0]["rank"]) == (40, None)
+    assert all(abs(r["score"]) >= 6 for r in get(server, "/jobs/demo/anomalies", score=score)["items"])
+    assert server.get(f"{API}/jobs/demo/anomalies", params={"score": "oracle"}).status_code == 422
