@@ -22,6 +22,8 @@ from lanterne.errors import LanterneError
 from lanterne.nouns import NO_RANK, EventName
 
 log = logging.getLogger(__name__)
+TAKEN_UP = ("pending", "sent", "committed", "applied")
+"""States in which a launcher's command still concerns the launchers of other nodes."""
 MOVING = ("proposed", "pending", "sent", "committed")
 _TOLD = ("received", "prepared", "voted", "committed", "aborted", "applied", "failed", "refused", "undone")
 

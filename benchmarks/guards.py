@@ -190,11 +190,12 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = SEEDS[:2] if arguments.quick else SEEDS
     curves = run(STEPS, seeds)
-    if arguments.docs:
-        write_docs(curves, STEPS)
     figures = [figure(f"final_loss_median[{name}]", mid, "nats") for name, mid, *_ in rows(curves)]
     json.dump(report("guards", figures, steps=STEPS, seeds=list(seeds), spikes=SPIKES), sys.stdout, indent=1)
     sys.stdout.write("\n")
+    sys.stdout.flush()
+    if arguments.docs:
+        write_docs(curves, STEPS)
 
 
 if __name__ == "__main__":

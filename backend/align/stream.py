@@ -168,7 +168,7 @@ class Aligner:
                 self._solve(block, before)
                 anew.add(number)
             before = block.leaves
-        for here, following in zip(order, [*order[1:], None], strict=True):
+        for here, following in zip(order, [*order, None][1:], strict=True):
             block = self._blocks[here]
             reporting = self._reporting(here)
             if block.found is None or here in anew or following in anew or reporting != block.reporting:

@@ -61,20 +61,27 @@ def commands(
     job: Annotated[str, Path(pattern=limits.ID_PATTERN)],
     state: State | None = None,
     attempt: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
+    where: Annotated[Literal["launcher"] | None, Query(description="Orders for `lanterne run`, signed")] = None,
     limit: Limit = limits.PAGE_ROWS_DEFAULT,
     cursor: Cursor = None,
 ) -> dict[str, Any]:
     """Commands, the newest first. With ``state=pending`` and ``attempt`` (the shipper's poll) the items are the
-    signed orders, the oldest first, beside them ``ceiling``: what the server's policies may do by themselves."""
+    signed orders and nothing else, the oldest first. With ``where=launcher`` they are those for ``lanterne run``,
+    also when another node's has taken them up, and ``ceiling`` says what the server's policies may do alone."""
     if not who.sees(job):
         raise Problem(404, f"there is no job {job}")
+    if where == "launcher":
+        found = context.control.commands(job, attempt=attempt, limit=limit)
+        live = [c for c in found if dispatch.of_launcher(c) and c.state in dispatch.TAKEN_UP]
+        live = [c for c in live if c.expires_ns > context.clock.unix_ns()]
+        items = [c.wire for c in sorted(live, key=lambda c: c.counter)]
+        return {"items": items, "next": None, "ceiling": context.settings.policy}
     before = decode_cursor(cursor, int, str)
     rows = context.control.commands(
         job, attempt=attempt, state=state, before=(before[0], before[1]) if before else None, limit=limit + 1
     )
     if state == "pending" and attempt is not None:
-        items = [c.wire for c in sorted(rows, key=lambda c: c.counter)]
-        return {"items": items, "next": None, "ceiling": context.settings.policy}
+        return {"items": [c.wire for c in sorted(rows, key=lambda c: c.counter)], "next": None}
     return page(rows, limit, show_command, lambda c: encode_cursor(c.issued_ns, c.id))
 
 

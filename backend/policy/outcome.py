@@ -107,7 +107,7 @@ def _judge_steps(
     step = max((s for c in commands if (s := dispatch.applied_step(c)) is not None), default=None)
     if step is None:
         return incident
-    acted = _applied_at(facts, entry, now_ns)
+    acted = rfc3339(min((at for c in commands if (at := dispatch.told_ns(c, "applied"))), default=now_ns))
     incident = stamped(incident, IncidentStatus.VERIFYING, acted=incident.ledger.get("acted", "") or acted)
     if facts.attempt != entry["attempt"]:
         return _closed(control, incident, entry, book, "refused", "the attempt ended before it could be judged")
@@ -173,16 +173,6 @@ def failed_again(control: ControlStore, incident: Incident, attempt: int, book: 
             else:
                 book.close([entry], "failed")
             book.save(control)
-
-
-def _applied_at(facts: Facts, entry: Mapping[str, Any], now_ns: int) -> str:
-    """When the last of the orders was applied by its first rank, on the job clock."""
-    at = [
-        e.job_ns
-        for e in facts.events
-        if e.attributes.get("id") in entry["commands"] and e.attributes.get("phase") == "applied" and e.job_ns
-    ]
-    return rfc3339(min(at, default=now_ns))
 
 
 def _take_back(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lanterne.backend.policy.decide import History, decide
 from lanterne.backend.policy.model import read
@@ -17,7 +22,8 @@ from lanterne.settings import ServerSettings
 def replay(file: Path, store: Any, control: ControlStore, *, ceiling: str = "auto") -> list[dict[str, Any]]:
     """One row an incident, oldest first: ``{incident, job, category, policy, choice, why, orders}``.
 
-    Budgets, cool-downs and the breaker run along, as if the policy had been in force. ``store`` is the event
+    Each is judged by what was known when it was decided about. Budgets, cool-downs and the breaker run along, as if
+    the policy had been in force. ``store`` is the event
     store, or None when only the incidents are at hand; conditions over series are then not met.
     Raises UsageError or UnreadableInput when the file cannot be used.
     """
@@ -27,7 +33,7 @@ def replay(file: Path, store: Any, control: ControlStore, *, ceiling: str = "aut
     for record in sorted(control.incidents(limit=100_000), key=lambda r: (r.opened_ns, r.incident.id)):
         if not record.incident.causes:
             continue
-        facts = _facts(store, record.job, record.attempt, record.incident.opened_step)
+        facts = _as_of(_facts(store, record.job, record.attempt, record.incident.opened_step), record.incident.ledger)
         history = histories.setdefault(record.job, History(used={}, tries={}))
         chosen = decide(rules, record.job, record.attempt, record.incident, facts, history, ceiling, record.opened_ns)
         if chosen.chose in {"act", "propose"}:
@@ -55,6 +61,23 @@ def _facts(store: Any, job: str, attempt: int, opened: int | None) -> Facts:
     from lanterne.backend.align.facts import build_facts
 
     return build_facts(store, job, attempt, first_step=None if opened is None else max(0, opened - 100))
+
+
+def _as_of(facts: Facts, ledger: Mapping[str, str]) -> Facts:
+    """What was known when the incident was decided about (or at its last stamp before): no remedy's effect in it."""
+    stamp = next((ledger[name] for name in ("decided", "diagnosed", "detected") if ledger.get(name)), "")
+    if not stamp:
+        return facts
+    at = int(datetime.fromisoformat(stamp).timestamp() * 1e9)
+    rows = int(np.searchsorted(facts.step_start_ns, at, side="right")) if len(facts.step_start_ns) else len(facts.steps)
+    return replace(
+        facts,
+        steps=facts.steps[:rows],
+        step_start_ns=facts.step_start_ns[:rows],
+        series={name: values[:rows] for name, values in facts.series.items()},
+        events=[event for event in facts.events if event.job_ns <= at],
+        now_ns=at,
+    )
 
 
 def replay_file(file: Path, settings: ServerSettings) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from lanterne.quality import Quality
 
 POLL_S, POLL_MAX_S = 0.5, 30.0
+NODES_A_POLL = 16
+"""Every launcher asks each ``POLL_S`` up to so many nodes, more seldom in proportion beyond."""
 PATIENCE_S = 20.0
 """How long a command that failed is waited for with an order, where the backend acts by itself."""
 GRACE_S = 10.0
@@ -149,7 +151,7 @@ class Orders:
         wait = POLL_S
         while not self._stop.wait(wait):
             try:
-                wait = POLL_S if self._turn() else min(POLL_MAX_S, wait * 2)
+                wait = self._pace() if self._turn() else min(POLL_MAX_S, wait * 2)
             except Exception as error:  # the command must not suffer from what asks beside it
                 sys.stderr.write(f"lanterne: orders of the launcher: {type(error).__name__}: {error}\n")
                 wait = POLL_MAX_S
@@ -159,6 +161,17 @@ class Orders:
         found = sorted(self.notes.glob("shipper-*"), key=lambda note: note.stat().st_mtime)
         return Path(found[-1].read_text(encoding="utf-8")) if found else None
 
+    def _pace(self) -> float:
+        """Seconds between two questions: thousands of nodes must not ask twice a second each."""
+        session = self._session()
+        abouts = [] if session is None else list(session.glob("rank-*.json"))
+        try:
+            world = int(json.loads(abouts[0].read_text(encoding="utf-8"))["identity"]["world_size"]) if abouts else 1
+        except (OSError, ValueError, KeyError, TypeError):
+            world = 1
+        nodes = world / max(len(abouts), 1)
+        return POLL_S * min(max(1.0, nodes / NODES_A_POLL), POLL_MAX_S / POLL_S)
+
     def _turn(self) -> bool:
         """Ask once; False when nobody answered."""
         session = self._session()
@@ -167,7 +180,7 @@ class Orders:
         if self._link is None:
             self._link = _Link(self.settings, self.environ, self.notes)
         job, attempt = session.parent.name, max(int(session.name), self.attempt_min)
-        found = self._link.get(f"/jobs/{quote(job, safe='')}/commands?state=pending&attempt={attempt}")
+        found = self._link.get(f"/jobs/{quote(job, safe='')}/commands?where=launcher&attempt={attempt}")
         self._asked = True
         if not isinstance(found, dict) or not isinstance(found.get("items"), list):
             return False
@@ -201,16 +214,21 @@ class Orders:
         self._carry_out(planned, attempt)
 
     def _examine(self, order: Mapping[str, Any], session: Path, attempt: int, last_counter: int) -> None:
-        if not self.key:
-            try:
-                told = json.loads((session / "commands" / "key.json").read_text(encoding="utf-8"))
-                self.key = str(told.get("public_key") or told["key"])
-            except (OSError, ValueError, KeyError, AttributeError):
-                raise CommandRefused(f"no public key for job {session.parent.name} in {session}/commands") from None
+        self.key = self.key or self._first_key(session)
         orders.examine(
             order, public=self.key, job=session.parent.name, attempt=attempt, now_ns=self.clock.unix_ns(),
             last_counter=last_counter,
         )  # fmt: skip
+
+    def _first_key(self, session: Path) -> str:
+        """The key that the shipper pinned; on a node without rank 0, where none is, the one the backend gives now."""
+        try:
+            told = json.loads((session / "commands" / "key.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            told = self._link.get(f"/jobs/{quote(session.parent.name, safe='')}/key") if self._link else None
+        if not isinstance(told, dict) or not (told.get("public_key") or told.get("key")):
+            raise CommandRefused(f"no public key for job {session.parent.name} is known")
+        return str(told.get("public_key") or told["key"])
 
     def _plan(self, order: Mapping[str, Any], job: str, attempt: int) -> Next:
         action, parameters = str(order["action"]), order["parameters"]

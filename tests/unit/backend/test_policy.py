@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lanterne import orders
@@ -141,6 +141,7 @@ nested = st.recursive(plain, lambda x: st.lists(x, max_size=3) | st.dictionaries
 
 
 @given(nested)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_orders_from_anywhere_never_raise_anything_else(raw: Any) -> None:
     from lanterne.errors import CommandRefused
 
