@@ -20,8 +20,10 @@ from lanterne.backend.alerts import Alerter, targets_of
 from lanterne.backend.api import (
     admin,
     commands,
+    history,
     incidents,
     jobs,
+    links,
     live,
     metrics,
     problems,
@@ -140,7 +142,7 @@ def rest_app(context: Context) -> FastAPI:
     )
     app.state.context = context
     api = APIRouter(prefix="/api/v1")
-    for part in (jobs, metrics, steps, incidents, safety, commands, sla, live, admin):
+    for part in (jobs, metrics, steps, links, incidents, safety, commands, history, sla, live, admin):
         api.include_router(part.router)
     app.include_router(api)
     app.include_router(system.router)

@@ -15,7 +15,7 @@ from dash import Dash, dcc, html
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lanterne.dashboard import callbacks, charts, orders, parts
+from lanterne.dashboard import administration, callbacks, charts, orders, parts
 from lanterne.dashboard.client import Api
 from lanterne.dashboard.packing import Packed
 
@@ -212,7 +212,7 @@ def create_dash(api: Api) -> Dash:
     )
     app.layout = layout()
     _trim(app)
-    for section in (callbacks, charts, orders):
+    for section in (callbacks, charts, orders, administration):
         section.register(app, api)
     return app
 

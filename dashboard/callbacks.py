@@ -11,7 +11,19 @@ from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, no_up
 
 from lanterne.dashboard import parts
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.pages import control, fleet, incident, incidents, job, job_more, rank, ranks, step
+from lanterne.dashboard.pages import (
+    compare,
+    fleet,
+    incident,
+    incidents,
+    job,
+    job_more,
+    policies,
+    rank,
+    ranks,
+    settings,
+    step,
+)
 from lanterne.dashboard.view import View, parse
 
 Answer = list[Any]
@@ -43,9 +55,11 @@ def _page(api: Api, at: tuple[str, ...], view: View, base: str) -> tuple[str, Aw
         case ("incidents", key):
             return f"Incident {key}", incident.page(api, key, view, now(), base)
         case ("policies",):
-            return "Policies", control.policies(api, view, now(), base)
+            return "Policies", policies.page(api, view, now(), base)
         case ("settings",):
-            return "Settings", control.settings(api, view, now(), base)
+            return "Settings", settings.page(api, view, now(), base)
+        case ("compare",):
+            return "Compare", compare.page(api, view, now(), base)
         case ("jobs", name, *below):
             return _job_page(api, name, tuple(below), view, base)
         case _:
@@ -179,6 +193,17 @@ def _register_live_incidents(app: Dash, api: Api) -> None:
         if route(pathname) != ("incidents",):
             return no_update
         return await _shown(incidents.live(api, parse(search)))
+
+    @app.callback(
+        Output("compare-live", "children"),
+        Input("url", "search"),
+        State("url", "pathname"),
+        prevent_initial_call=True,
+    )
+    async def compare_live(search: str | None, pathname: str | None) -> Any:
+        if route(pathname) != ("compare",):
+            return no_update
+        return await _shown(compare.live(api, parse(search)))
 
     @app.callback(
         Output("all-ranks", "children"),

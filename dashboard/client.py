@@ -94,6 +94,10 @@ class Api:
         """Send an order; the JSON of the answer."""
         return await self._send("POST", path(*parts), json=dict(body or {}))
 
+    async def delete(self, *parts: object) -> None:
+        """Take a resource away."""
+        await self._send("DELETE", path(*parts))
+
     async def put(self, *parts: object, body: Mapping[str, Any]) -> Any:
         """Replace a resource; the JSON of the answer."""
         return await self._send("PUT", path(*parts), json=dict(body))

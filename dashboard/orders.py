@@ -10,14 +10,15 @@ from dash import ALL, Dash, Input, Output, State, html, no_update
 from lanterne.dashboard import export
 from lanterne.dashboard.callbacks import route, triggered
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.pages import control, incident
+from lanterne.dashboard.pages import incident, settings
+
+SILENCE_HOURS = 4.0
 
 
 def register(app: Dash, api: Api) -> None:
     """Hang the ordering callbacks on the app."""
     _register_orders(app, api)
     _register_export(app, api)
-    _register_policies(app, api)
 
 
 def _incident_of(pathname: str | None) -> str | None:
@@ -62,15 +63,19 @@ def _register_orders(app: Dash, api: Api) -> None:
         Input({"type": "order", "do": ALL, "id": ALL}, "n_clicks"),
         Input({"type": "issue", "order": ALL}, "n_clicks"),
         Input({"type": "close", "as": ALL}, "n_clicks"),
+        Input("silence", "n_clicks"),
         State("note", "value"),
         State("url", "pathname"),
         prevent_initial_call=True,
     )
-    async def act(_a: list[int], _b: list[int], _c: list[int], note: str | None, pathname: str | None) -> Any:
+    async def act(_a: list[int], _b: list[int], _c: list[int], _d: int, note: str | None, pathname: str | None) -> Any:
         pressed, key = triggered(), _incident_of(pathname)
         if pressed is None or key is None:
             return no_update, no_update
         try:
+            if pressed == "silence":
+                found = await incident.load(api, key)
+                return said(await settings.silence(api, found, SILENCE_HOURS, note or "")), ""
             if pressed["type"] == "order":
                 return said(await command(api, key, pressed)), no_update
             if pressed["type"] == "issue":
@@ -100,21 +105,3 @@ def _register_export(app: Dash, api: Api) -> None:
             return {"content": export.markdown(found), "filename": f"incident-{key}.md", "type": "text/markdown"}
         text = json.dumps(found, indent=2, ensure_ascii=False)
         return {"content": text, "filename": f"incident-{key}.json", "type": "application/json"}
-
-
-def _register_policies(app: Dash, api: Api) -> None:
-    @app.callback(
-        Output("policy-done", "children"),
-        Output("policies-live", "children"),
-        Input({"type": "policy", "name": ALL}, "n_clicks"),
-        prevent_initial_call=True,
-    )
-    async def switch(_clicks: list[int]) -> Any:
-        pressed = triggered()
-        if pressed is None:
-            return no_update, no_update
-        try:
-            done = await control.toggle(api, str(pressed["name"]))
-            return said(done), await control.listed(api)
-        except ApiError as error:
-            return refused(error), no_update

@@ -122,21 +122,16 @@ def table(head: Sequence[Node], rows: Iterable[Sequence[Node]], *, numeric: Iter
 
 
 def control(key: str, default: str, options: Sequence[tuple[str, str]], value: str, says: str) -> Node:
-    """A row of choices whose value lives in the URL under ``key``; the default leaves no trace there."""
-    return html.Fieldset(
-        [
-            html.Legend(says, className="unseen"),
-            dcc.RadioItems(
-                id={"type": "control", "key": key, "default": default},
-                options=[{"label": text, "value": v} for v, text in options],
-                value=value,
-                inline=True,
-                className="segments",
-                inputClassName="unseen",
-            ),
-        ],
-        className="control",
-    )
+    """A row of choices whose value lives in the URL under ``key``; the default leaves no trace there.
+
+    Plain buttons that the browser's own script answers: a choice changes the address and asks the server nothing else.
+    """
+    buttons = []
+    for v, text in options:
+        marks: dict[str, Any] = {"data-key": key, "data-default": default, "data-value": v}
+        pressed = aria(pressed="true" if v == value else "false")
+        buttons.append(html.Button(text, type="button", className="segment", **marks, **pressed))
+    return html.Div(buttons, className="segments", role="group", **aria(label=says))
 
 
 def field(key: str, value: Any, says: str, *, kind: Any = "text", default: str = "", **more: Any) -> Node:

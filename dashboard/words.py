@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from math import isfinite
 from typing import Any
+
+from lanterne import limits
+from lanterne.nouns import group_ranks
 
 NONE = "–"
 
 
-ACRONYMS = {"lr": "LR", "gc": "GC", "gil": "GIL", "fp16": "FP16", "h2d": "H2D"}
+ACRONYMS = {"lr": "LR", "ettr": "ETTR", "gc": "GC", "gil": "GIL", "fp16": "FP16", "h2d": "H2D"}
 
 
 def plain(name: str) -> str:
@@ -70,10 +74,12 @@ def seconds(value: Any) -> str:
     whole = round(size)
     sign = "-" if value < 0 else ""
     if whole < 3_600:
-        return f"{sign}{whole // 60} min {whole % 60:02d} s"
-    if whole < 86_400:
-        return f"{sign}{whole // 3_600} h {whole % 3_600 // 60:02d} min"
-    return f"{sign}{whole // 86_400} d {whole % 86_400 // 3_600} h"
+        great, small = f"{whole // 60} min", f"{whole % 60:02d} s"
+    elif whole < 86_400:
+        great, small = f"{whole // 3_600} h", f"{whole % 3_600 // 60:02d} min"
+    else:
+        great, small = f"{whole // 86_400} d", f"{whole % 86_400 // 3_600} h"
+    return sign + (great if small.startswith(("00 ", "0 ")) else f"{great} {small}")
 
 
 def percent(value: Any, digits: int = 1) -> str:
@@ -171,6 +177,27 @@ def subject(found: Mapping[str, Any] | None) -> str:
     if found.get("batch"):
         words.append(f"batch {found['batch']}")
     return " ".join(words) or "the whole job"
+
+
+def members(name: str) -> tuple[int, ...]:
+    """The ranks of a group in order; none where the name, which a trainer sent, is no rank set of a sane size."""
+    try:
+        ends = [part.partition("-") for part in name.split(",") if part]
+        size = sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+        return tuple(sorted(set(group_ranks(name)))) if size <= limits.RANKS_MAX else ()
+    except ValueError:
+        return ()
+
+
+def group(name: Any) -> str:
+    """A process group's rank set, short: ``32 ranks, 0 to 62 by 2``; a short or unknown name stays as it is."""
+    text = str(name or NONE)
+    ranks = members(text) if len(text) > 16 else ()
+    if len(ranks) < 2:
+        return text
+    gaps = {b - a for a, b in pairwise(ranks)}
+    by = f" by {gap}" if len(gaps) == 1 and (gap := next(iter(gaps))) > 1 else ""
+    return f"{len(ranks):,} ranks, {ranks[0]} to {ranks[-1]}{by}"
 
 
 def headline(incident: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from lanterne.backend.policy.decide import Decision, History, Order, decide
 from lanterne.backend.policy.model import Policy, body_of, parse, parse_text, read
 from lanterne.backend.policy.outcome import verify
 from lanterne.backend.policy.react import Door, defaults, policies, react
-from lanterne.backend.policy.replay import replay, replay_file
+from lanterne.backend.policy.replay import replay, replay_file, replay_rules
 
 __all__ = [
     "Decision",
@@ -25,6 +25,7 @@ __all__ = [
     "read",
     "replay",
     "replay_file",
+    "replay_rules",
     "stop",
     "verify",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from lanterne.backend.policy.decide import History, decide
-from lanterne.backend.policy.model import read
+from lanterne.backend.policy.model import Policy, read
 from lanterne.backend.store.control import ControlStore
+from lanterne.backend.store.records import IncidentRecord
 from lanterne.causal.facts import Facts
 from lanterne.errors import StoreUnavailable
 from lanterne.nouns import to_json
@@ -27,10 +28,16 @@ def replay(file: Path, store: Any, control: ControlStore, *, ceiling: str = "aut
     store, or None when only the incidents are at hand; conditions over series are then not met.
     Raises UsageError or UnreadableInput when the file cannot be used.
     """
-    rules = read(file)
+    return replay_rules(read(file), control.incidents(limit=100_000), store, ceiling=ceiling)
+
+
+def replay_rules(
+    rules: Sequence[Policy], records: Iterable[IncidentRecord], store: Any = None, *, ceiling: str = "auto"
+) -> list[dict[str, Any]]:
+    """:func:`replay` of policies at hand over incidents at hand, which are taken in the order they opened."""
     rows: list[dict[str, Any]] = []
     histories: dict[str, History] = {}
-    for record in sorted(control.incidents(limit=100_000), key=lambda r: (r.opened_ns, r.incident.id)):
+    for record in sorted(records, key=lambda r: (r.opened_ns, r.incident.id)):
         if not record.incident.causes:
             continue
         facts = _as_of(_facts(store, record.job, record.attempt, record.incident.opened_step), record.incident.ledger)

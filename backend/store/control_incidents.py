@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 
 from lanterne.backend.store.database import Database, dumps
 from lanterne.backend.store.models import CauseRow, DecisionRow, IncidentRow, NoteRow, SilenceRow
@@ -37,6 +37,18 @@ def _record(row: IncidentRow) -> IncidentRecord:
         updated_ns=row.updated_ns,
         fingerprint=row.fingerprint,
         verdict=row.verdict,
+    )
+
+
+def _decision(row: DecisionRow) -> DecisionRecord:
+    return DecisionRecord(
+        incident=row.incident,
+        job=row.job,
+        policy=row.policy,
+        chose=row.chose,
+        says=row.says,
+        at_ns=row.at_ns,
+        body=json.loads(row.body),
     )
 
 
@@ -175,18 +187,21 @@ class Incidents(Database):
         """Oldest first."""
         query = select(DecisionRow).where(DecisionRow.incident == incident).order_by(DecisionRow.id)
         with self.reading() as session:
-            return [
-                DecisionRecord(
-                    incident=d.incident,
-                    job=d.job,
-                    policy=d.policy,
-                    chose=d.chose,
-                    says=d.says,
-                    at_ns=d.at_ns,
-                    body=json.loads(d.body),
-                )
-                for d in session.scalars(query)
-            ]
+            return [_decision(d) for d in session.scalars(query)]
+
+    def recent_decisions(
+        self, *, job: str | None = None, policy: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[tuple[int, DecisionRecord]]:
+        """(row number, decision), newest first; ``before`` is the number of the last row already seen."""
+        query = select(DecisionRow).order_by(DecisionRow.id.desc()).limit(limit)
+        if job is not None:
+            query = query.where(DecisionRow.job == job)
+        if policy is not None:
+            query = query.where(DecisionRow.policy == policy)
+        if before is not None:
+            query = query.where(DecisionRow.id < before)
+        with self.reading() as session:
+            return [(d.id, _decision(d)) for d in session.scalars(query)]
 
     def add_note(self, incident: str, author: str, says: str) -> None:
         with self.writing() as session:
@@ -205,8 +220,14 @@ class Incidents(Database):
             session.add(SilenceRow(job=job, fingerprint=fingerprint, until_ns=until_ns, author=author, says=says))
 
     def silences(self, job: str) -> list[SilenceRecord]:
-        """Those not yet over."""
-        query = select(SilenceRow).where(SilenceRow.job == job, SilenceRow.until_ns > self.clock.unix_ns())
+        """Those of a job that are not yet over."""
+        return self.all_silences(job)
+
+    def all_silences(self, job: str | None = None) -> list[SilenceRecord]:
+        """Those not yet over, the first to end first; of all jobs without ``job``."""
+        query = select(SilenceRow).where(SilenceRow.until_ns > self.clock.unix_ns()).order_by(SilenceRow.until_ns)
+        if job is not None:
+            query = query.where(SilenceRow.job == job)
         with self.reading() as session:
             return [
                 SilenceRecord(
@@ -214,3 +235,8 @@ class Incidents(Database):
                 )
                 for s in session.scalars(query)
             ]
+
+    def end_silence(self, number: int) -> None:
+        """End a silence now."""
+        with self.writing() as session:
+            session.execute(update(SilenceRow).where(SilenceRow.id == number).values(until_ns=self.clock.unix_ns()))

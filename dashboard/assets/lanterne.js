@@ -60,6 +60,20 @@
     try { return JSON.parse(prop.slice(0, prop.lastIndexOf("."))).name; } catch (e) { return null; }
   }
 
+  function segments(search) {
+    // Which of the choices stands in the address.
+    var found = query(search);
+    document.querySelectorAll("button.segment").forEach(function (b) {
+      var own = found.has(b.dataset.key) ? found.get(b.dataset.key) : b.dataset.default;
+      b.setAttribute("aria-pressed", String(own === b.dataset.value));
+    });
+  }
+  function choose(b) {
+    var found = query(location.search);
+    put(found, b.dataset.key, b.dataset.value === b.dataset.default ? "" : b.dataset.value);
+    window.dash_clientside.set_props("url", { search: written(found) });
+  }
+
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     lanterne: {
       pulse: function (n, before) {
@@ -91,6 +105,7 @@
         var before = drawn, first = zoomed, at = { path: location.pathname, heat: key(search, HEAT), span: key(search, SPAN), curves: key(search, CURVES) };
         drawn = at;
         zoomed = null;
+        segments(search);
         if (!before || before.path !== at.path) { return; }
         if (before.heat !== at.heat) { later("heat", ["heat-view"], at.heat, !first || first === "heat"); }
         if (before.span !== at.span) { later("span", ["span-view"], at.span, false); }
@@ -156,8 +171,9 @@
   function press(selector) { var a = document.querySelector(selector); if (a) { a.click(); } }
 
   document.addEventListener("click", function (event) {
-    var t = event.target.closest ? event.target.closest("#theme,#live,#help,#copy-link") : null;
+    var t = event.target.closest ? event.target.closest("#theme,#live,#help,#copy-link,button.segment") : null;
     if (!t) { return; }
+    if (t.classList.contains("segment")) { choose(t); return; }
     ({ theme: theme, live: pause, help: help, "copy-link": copyLink })[t.id]();
   });
 

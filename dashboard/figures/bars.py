@@ -7,7 +7,11 @@ from typing import Any
 
 from lanterne.dashboard import theme
 from lanterne.dashboard.figures.heat import nothing
+from lanterne.dashboard.words import group as words_group
 from lanterne.dashboard.words import milliseconds, percent, plain, safe, seconds
+
+TALL = 3.0
+"""A step this many times taller than nine in ten of the others does not set the axis."""
 
 
 def goodput(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +42,8 @@ def goodput(answer: Mapping[str, Any]) -> dict[str, Any]:
             height=120,
             barmode="stack",
             bargap=0.2,
-            xaxis=hidden,
+            legend={"traceorder": "normal"},
+            xaxis={**hidden, "range": [0, whole]},
             yaxis=hidden,
             margin={"l": 4, "r": 4, "t": 44, "b": 4},
         ),
@@ -61,18 +66,36 @@ def phases(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for name in names
     ]
+    totals = sorted(sum(v for v in (s.get("phases") or {}).values() if v) for s in steps)
+    most, usual = totals[-1], totals[int(0.9 * (len(totals) - 1))]
+    top = 1.5 * usual if most > TALL * usual > 0 else most * 1.05 or 1.0
     return {
         "data": traces,
         "layout": theme.layout(
             height=230,
             barmode="stack",
             bargap=0.0,
+            legend={"traceorder": "normal"},
+            annotations=_cut(top, most),
             margin={"l": 56, "r": 14, "t": 40, "b": 36},
             xaxis={"title": {"text": "step", "standoff": 8}},
-            yaxis={"title": {"text": "ms", "standoff": 6}},
+            yaxis={"title": {"text": "ms", "standoff": 6}, "range": [0, top]},
             uirevision="phases",
         ),
     }
+
+
+def _cut(top: float, most: float) -> list[dict[str, Any]]:
+    """A word where the axis ends below the tallest step, so that the others can be read."""
+    if most <= top:
+        return []
+    text = f"taller steps are cut off; the tallest takes {milliseconds(most)}"
+    return [
+        {
+            "text": text, "xref": "paper", "yref": "paper", "x": 1, "y": 1, "xanchor": "right", "yanchor": "bottom",
+            "showarrow": False, "font": {"size": 11},
+        }
+    ]  # fmt: skip
 
 
 def bandwidth(calls: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -90,7 +113,7 @@ def bandwidth(calls: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, An
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": safe(f"group {group}", 40),
+                "name": safe(words_group(group), 40),
                 "x": [c["bytes"] for c in found],
                 "y": [c["transfer_ms"] for c in found],
                 "marker": {"color": colour, "size": 6, "opacity": 0.6},

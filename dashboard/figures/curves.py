@@ -7,7 +7,7 @@ from typing import Any
 
 from lanterne.dashboard import theme
 from lanterne.dashboard.figures.heat import nothing, step_marks
-from lanterne.dashboard.words import safe
+from lanterne.dashboard.words import moment, safe
 
 LABELS: Mapping[str, str] = {
     "training.loss": "loss",
@@ -20,6 +20,17 @@ LABELS: Mapping[str, str] = {
     "step_ms": "step time",
     "process.memory.usage": "host memory",
     "hw.gpu.memory.usage": "GPU memory",
+    "hw.gpu.memory.reserved": "GPU memory reserved",
+    "hw.gpu.utilization": "GPU utilization",
+    "hw.gpu.clock": "GPU clock",
+    "hw.gpu.throttle": "GPU throttled",
+    "hw.temperature": "temperature",
+    "hw.power": "power",
+    "system.cpu.utilization": "CPU utilization",
+    "training.grad_norm_local": "gradient norm of each rank",
+    "training.lr_planned": "learning rate planned",
+    "training.tokens": "tokens",
+    "training.mfu": "model FLOPs utilization",
 }
 LEVELS: Mapping[str, Sequence[tuple[float, str]]] = {"training.loss_spikeness": ((5.0, "spike"),)}
 """Lines drawn across a curve; the spikeness level is the detector's default."""
@@ -54,7 +65,7 @@ def curve(
     for line in lines:
         line["showlegend"] = several
     steps = [x for s in series for x in (s["step"][0], s["step"][-1])]
-    drawn = step_marks(marks, min(steps), max(steps)) if axis == "step" else {}
+    drawn = step_marks(marks, min(steps), max(steps), named=False) if axis == "step" else {}
     unit = str(answer.get("unit") or "")
     levels = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": _level_line()}
@@ -63,7 +74,7 @@ def curve(
     drawn["shapes"] = [*drawn.get("shapes", []), *levels]
     figure_layout = theme.layout(
         height=HEIGHT,
-        margin={"l": 56, "r": 14, "t": 22, "b": 30},
+        margin={"l": 56, "r": 14, "t": 10, "b": 30},
         xaxis={"type": "date" if axis == "time" else "linear"},
         yaxis={
             **_scale(series, log),
@@ -75,6 +86,41 @@ def curve(
         **drawn,
     )
     return {"data": [*shadow, *lines], "layout": figure_layout}
+
+
+def overlay(
+    name: str, named: Sequence[tuple[str, Mapping[str, Any]]], *, axis: str = "step", log: bool = False
+) -> dict[str, Any]:
+    """One metric of several runs on one plot; with ``axis`` "time" each run counts seconds from its own first point."""
+    found = [(text, s) for text, answer in named for s in (answer.get("series") or ())[:1] if s.get("value")]
+    if not found:
+        return nothing(f"no {label(name)} was logged in any of them", HEIGHT)
+    traces = []
+    for text, series in found:
+        number = [at for at, _ in named].index(text)
+        line = _line(series, "step", theme.LINES[number % len(theme.LINES)], name)
+        x = _elapsed(series["time"]) if axis == "time" else series["step"]
+        shown = safe(text, 40)
+        hover = f"%{{x}}<br><b>%{{y:.5~g}}</b><extra>{shown}</extra>"
+        traces.append({**line, "x": x, "name": shown, "hovertemplate": hover, "showlegend": False})
+    unit = str(next((answer.get("unit") for _, answer in named if answer.get("unit")), ""))
+    series_found = [s for _, s in found]
+    return {
+        "data": traces,
+        "layout": theme.layout(
+            height=HEIGHT,
+            margin={"l": 56, "r": 14, "t": 10, "b": 36},
+            xaxis={"title": {"text": "seconds since its first step" if axis == "time" else "step", "standoff": 6}},
+            yaxis={**_scale(series_found, log), "title": {"text": _unit(unit), "standoff": 6}, "exponentformat": "SI"},
+            uirevision=safe(f"{name}/{axis}"),
+        ),
+    }
+
+
+def _elapsed(times: Sequence[Any]) -> list[float | None]:
+    found = [moment(t) for t in times]
+    first = next((t for t in found if t is not None), None)
+    return [None if t is None or first is None else (t - first).total_seconds() for t in found]
 
 
 def _scale(series: Sequence[Mapping[str, Any]], log: bool) -> dict[str, Any]:
@@ -90,6 +136,8 @@ def _scale(series: Sequence[Mapping[str, Any]], log: bool) -> dict[str, Any]:
 def _unit(unit: str) -> str:
     if unit == "By":
         return "bytes"
+    if unit == "Cel":
+        return "°C"
     return "" if unit in {"", "1"} else safe(unit.replace("{", "").replace("}", ""), 24)
 
 

@@ -112,8 +112,8 @@ def heatmap(answer: Mapping[str, Any], marks: Sequence[Mapping[str, Any]] = ()) 
     }
 
 
-def step_marks(marks: Sequence[Mapping[str, Any]], first: float, last: float) -> dict[str, Any]:
-    """Dotted lines where incidents began, with a short label on top; outside the window they are left out."""
+def step_marks(marks: Sequence[Mapping[str, Any]], first: float, last: float, *, named: bool = True) -> dict[str, Any]:
+    """Dotted lines where incidents began, ``named`` with a short label on top; outside the window they are left out."""
     shown = [m for m in marks if m.get("step") is not None and first <= m["step"] <= last][:12]
     line = {"color": theme.MARK, "width": 1.5, "dash": "dot"}
     shapes = [
@@ -131,7 +131,7 @@ def step_marks(marks: Sequence[Mapping[str, Any]], first: float, last: float) ->
             "showarrow": False,
             "font": {"size": 11, "color": theme.MARK},
         }
-        for m in shown
+        for m in (shown if named else ())
     ]
     return {"shapes": shapes, "annotations": notes}
 

@@ -11,6 +11,7 @@ from lanterne.dashboard.words import milliseconds, safe
 
 LANES_MAX = 64
 """Above this many ranks the earliest, the median and the latest are shown; bars beyond it redraw slowly."""
+KERNELS_MAX = 2_000
 COLLECTIVE = "training.collective"
 KERNEL = "cuda.kernel"
 STEP = "training.step"
@@ -46,21 +47,31 @@ def swim_lanes(answer: Mapping[str, Any], most: int = LANES_MAX) -> dict[str, An
     if not shown:
         return nothing("this step has no spans")
     names = [f"rank {lane['rank']}" for lane in shown]
-    data = [*_phases(shown), *_collectives(shown), *_path(path, names)]
+    data = [*_phases(shown), *_kernels(shown), *_collectives(shown), *_path(path, names)]
     errors = [lane["error_ns"] for lane in shown if lane.get("error_ns") is not None]
     clock = f" (job clock, ±{milliseconds(max(errors) / 1e6)})" if errors else ""
     return {
         "data": data,
         "layout": theme.layout(
-            height=96 + 34 * len(names),
+            height=96 + _lane_px(len(names)) * len(names),
             barmode="overlay",
             bargap=0.28,
             margin={"l": 76, "r": 14, "t": 44, "b": 44},
             xaxis={"title": {"text": f"ms since the step began{clock}", "standoff": 8}},
-            yaxis={"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False},
+            yaxis={
+                "categoryorder": "array",
+                "categoryarray": names[::-1],
+                "showgrid": False,
+                "tickfont": {"size": 11 if len(names) <= 32 else 9},
+            },
             uirevision="lanes",
         ),
     }
+
+
+def _lane_px(many: int) -> int:
+    """Height of a lane: enough to read few of them, and all of many without scrolling for long."""
+    return 34 if many <= 12 else 22 if many <= 32 else 14
 
 
 def _bar(name: str, colour: str, rows: Sequence[tuple[str, Mapping[str, Any], str]], **more: Any) -> dict[str, Any]:
@@ -82,9 +93,9 @@ def _phases(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[str, list[tuple[str, Mapping[str, Any], str]]] = {}
     for lane in shown:
         for span in lane["spans"]:
-            if span["kind"] in {COLLECTIVE, STEP}:
+            if span["kind"] in {COLLECTIVE, STEP, KERNEL}:
                 continue
-            name = "kernel" if span["kind"] == KERNEL else str(span["name"])
+            name = str(span["name"])
             says = f"rank {lane['rank']} · {safe(span['name'])}<br><b>{milliseconds(span['duration_ms'])}</b>"
             rows.setdefault(name, []).append((f"rank {lane['rank']}", span, says))
     order = [*theme.PHASES, *sorted(set(rows) - set(theme.PHASES))]
@@ -93,6 +104,22 @@ def _phases(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name in order
         if name in rows
     ]
+
+
+def _kernels(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels where they were probed, a narrow bar below the phases; the longest where there are too many to draw."""
+    found = [(lane["rank"], span) for lane in shown for span in lane["spans"] if span["kind"] == KERNEL]
+    found.sort(key=lambda one: -one[1]["duration_ms"])
+    rows = [
+        (
+            f"rank {rank}",
+            span,
+            f"rank {rank} · {safe(span['name'], 80)}<br><b>{milliseconds(span['duration_ms'])}</b>",
+        )
+        for rank, span in found[:KERNELS_MAX]
+    ]
+    name = "kernel" if len(found) <= KERNELS_MAX else f"kernel (the longest {KERNELS_MAX:,} of {len(found):,})"
+    return [_bar(name, theme.PHASES["kernel"], rows, width=0.15, offset=-0.48)] if rows else []
 
 
 def _collectives(shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

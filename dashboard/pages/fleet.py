@@ -156,6 +156,7 @@ async def page(api: Api, view: View, now: datetime, base: str) -> list[parts.Nod
                 html.H1("Fleet"),
                 html.Div(
                     [
+                        dcc.Link("Compare", href="/compare", className="button"),
                         parts.field("find", view.find, "Find", kind="search", placeholder="job or verdict"),
                         parts.control("state", "", states, view.state if view.state in dict(states) else "", "State"),
                     ],

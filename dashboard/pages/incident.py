@@ -13,7 +13,7 @@ from dash import dcc, html
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api, ApiError
 from lanterne.dashboard.figures import causal, curves, heat
-from lanterne.dashboard.pages import remedy
+from lanterne.dashboard.pages import changes, remedy
 from lanterne.dashboard.pages.job import HEIGHT, POINTS, WIDTH
 from lanterne.dashboard.view import View, incident_url, job_url
 
@@ -389,11 +389,14 @@ async def similar(api: Api, incident: Incident) -> parts.Node:
 
 async def live(api: Api, incident: Incident) -> list[parts.Node]:
     """All that changes while an incident lives."""
-    graph, proofs, past = await asyncio.gather(_graph(api, incident), proof(api, incident), similar(api, incident))
+    graph, proofs, past, changed = await asyncio.gather(
+        _graph(api, incident), proof(api, incident), similar(api, incident), changes.panel(api, incident)
+    )
     left = [
         parts.panel("Evidence", evidence(first_cause(incident))),
         graph_panel(graph),
         proofs,
+        changed,
         parts.panel("Other causes considered", others(incident)),
     ]
     right = [
@@ -447,6 +450,7 @@ async def page(api: Api, key: str, view: View, now: datetime, base: str) -> list
                 ],
                 className="grow",
             ),
+            parts.button("Silence for 4 h", "silence", title="announce no alert about this finding for four hours"),
             parts.button("Resolve", {"type": "close", "as": "resolved"}),
             parts.button("Wrong verdict: dismiss", {"type": "close", "as": "dismissed"}),
         ],

@@ -12,7 +12,7 @@ from dash import dcc, html
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api
 from lanterne.dashboard.figures import bars, curves, heat
-from lanterne.dashboard.view import View, incident_url, job_url
+from lanterne.dashboard.view import View, incident_url, job_url, link
 
 FIRST = (
     "training.loss",
@@ -149,11 +149,22 @@ async def live(api: Api, name: str, now: datetime) -> tuple[list[parts.Node], st
             html.H1(name),
             parts.state_chip(str(job.get("state") or "")),
             html.Span(_where(job), className="dim"),
+            html.Div(dcc.Link(*_beside(name, job), className="button"), className="tools"),
         ],
         className="title-row",
     )
     rows = parts.panel("Incidents", incident_rows(incidents), note=str(len(incidents)), key="incidents")
     return [head, strip(incidents, job), head_tiles(job, now), rows], mark, incidents
+
+
+def _beside(name: str, job: Mapping[str, Any]) -> tuple[str, str]:
+    """Text and address of the comparison that lies at hand: this job's attempts, else this job with others."""
+    attempts = int(job.get("attempts") or 1)
+    if attempts > 1:
+        first = max(0, attempts - 4)
+        runs = ",".join(f"{name}@{n}" for n in range(first, attempts))
+        return "Attempts side by side", link("/compare", View(jobs=runs))
+    return "Compare", link("/compare", View(jobs=name))
 
 
 def _where(job: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dash import html
 
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api
-from lanterne.dashboard.figures import bars
+from lanterne.dashboard.figures import bars, matrix
 from lanterne.dashboard.pages.job import tabs
 from lanterne.dashboard.pages.rank import events_list
 from lanterne.dashboard.view import View, job_url
@@ -40,7 +40,7 @@ def group_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[parts.Node]]:
         alpha = one.get("alpha_us")
         rows.append(
             [
-                html.Code(str(one.get("group"))),
+                html.Code(words.group(one.get("group")), title=str(one.get("group"))),
                 str(one.get("op") or words.NONE),
                 words.NONE if alpha is None else words.milliseconds(alpha / 1e3),
                 _gbps(one.get("beta_gbps")),
@@ -60,8 +60,9 @@ def _gbps(value: Any) -> str:
 
 async def communication(api: Api, name: str, view: View, now: datetime, base: str) -> list[parts.Node]:
     """Alpha-beta fits and bandwidth by group, and the calls behind them."""
-    fits, calls = await asyncio.gather(
+    fits, waited, calls = await asyncio.gather(
         api.get("jobs", name, "communication"),
+        api.get("jobs", name, "waits", **view.window()),
         api.items("jobs", name, "collectives", most=2_000, limit=1_000, **view.window()),
     )
     groups = fits.get("groups") or []
@@ -79,30 +80,61 @@ async def communication(api: Api, name: str, view: View, now: datetime, base: st
         [f"rank {r}", words.number(n), words.percent(n / len(calls))]
         for r, n in sorted(late.items(), key=lambda kv: -kv[1])[:16]
     ]
+    steps = " to ".join(words.number(s) for s in waited.get("steps") or ())
     return [
         *_head(name, "Communication"),
         parts.panel("Groups", table, note="time = α + bytes / β, fitted per group and collective"),
+        html.Div(
+            [
+                parts.panel(
+                    "Who waits for whom",
+                    parts.graph("waits", matrix.waits(waited), "Waits, rank by rank", matrix.HEIGHT),
+                    note=f"row waits for column, steps {steps}" if waited.get("ranks") else "",
+                ),
+                parts.panel(
+                    "Links",
+                    parts.graph("links", matrix.links(groups), "Bus bandwidth between ranks", matrix.HEIGHT),
+                    note="bus bandwidth now, of the smallest group that holds both; bright = slow",
+                ),
+            ],
+            className="halves",
+        ),
+        html.Div([_worst(waited), _last(rows, len(calls))], className="halves"),
         parts.panel(
             "Transfer time by size",
             parts.graph("bandwidth", bars.bandwidth(calls, groups), "Transfer time over bytes by group"),
         ),
-        parts.panel(
-            "Who enters last",
-            parts.table(["Rank", "Calls", "Share"], rows, numeric=(1, 2), says="Last to enter"),
-            note=f"of {len(calls):,} calls",
-        ),
     ]
+
+
+def _last(rows: list[list[parts.Node]], calls: int) -> parts.Node:
+    table = parts.table(["Rank", "Calls", "Share"], rows, numeric=(1, 2), says="Last to enter")
+    return parts.panel("Who enters last", table, note=f"of {calls:,} calls")
+
+
+def _worst(waited: Mapping[str, Any]) -> parts.Node:
+    rows = [
+        [f"rank {p['rank']}", f"rank {p['for']}", words.milliseconds(p["ms"]), words.number(p["calls"])]
+        for p in (waited.get("pairs") or ())[:16]
+    ]
+    head = ["Who", "Waits for", "Each step", "Calls"]
+    body = (
+        parts.table(head, rows, numeric=(2, 3), says="The longest waits")
+        if rows
+        else html.P("No waits here.", className="dim")
+    )
+    return parts.panel("The longest waits", body)
 
 
 async def sla(api: Api, name: str, view: View, now: datetime, base: str) -> list[parts.Node]:
     """Objectives with burn rates, goodput and badput by cause."""
-    found = await api.get("jobs", name, "sla")
+    found, safety = await asyncio.gather(api.get("jobs", name, "sla"), api.get("jobs", name, "breakers"))
     rows = [
         [
             words.plain(str(o.get("name"))),
             str(o.get("level") or words.NONE),
-            words.number(o.get("target")),
-            words.number(o.get("value")),
+            words.percent(o.get("target"), 2),
+            words.percent(o.get("value"), 2),
             words.percent(o.get("error_budget")),
             words.NONE if o.get("burn_rate") is None else f"{words.number(o['burn_rate'])}×",
             _met(o.get("met")),
@@ -116,7 +148,7 @@ async def sla(api: Api, name: str, view: View, now: datetime, base: str) -> list
         else html.P("No objective is set.", className="dim")
     )
     badput = sorted(((found.get("goodput") or {}).get("badput") or {}).items(), key=lambda kv: -float(kv[1] or 0))
-    lost = [[words.plain(str(k)), words.seconds(v)] for k, v in badput if v]
+    lost = [[words.plain(str(k)), words.milliseconds(float(v) * 1e3)] for k, v in badput if v]
     return [
         *_head(name, "SLA"),
         parts.tiles(
@@ -130,6 +162,7 @@ async def sla(api: Api, name: str, view: View, now: datetime, base: str) -> list
             "Where the time went", parts.graph("goodput", bars.goodput(found), "Goodput and lost time by cause", 120)
         ),
         parts.panel("Objectives", table),
+        parts.panel("Breakers", breakers(safety), note="one a process group: open = its collectives fail or drag"),
         parts.panel(
             "Lost time by cause",
             parts.table(["Cause", "Time"], lost, numeric=(1,), says="Lost time")
@@ -137,6 +170,28 @@ async def sla(api: Api, name: str, view: View, now: datetime, base: str) -> list
             else html.P("Nothing lost.", className="dim"),
         ),
     ]
+
+
+BREAKERS: Mapping[str, tuple[str, str]] = {
+    "closed": ("good", "✓"), "half_open": ("warn", "◔"), "open": ("bad", "✕"),
+}  # fmt: skip
+
+
+def breakers(found: Mapping[str, Any]) -> parts.Node:
+    """Circuit breakers of the process groups, those not closed first."""
+    rows = [
+        [
+            html.Code(words.group(one.get("group")), title=str(one.get("group"))),
+            parts.chip(words.plain(str(one.get("state"))), *BREAKERS.get(str(one.get("state")), ("calm", "·"))),
+            words.number(one.get("since_step")),
+            words.number(one.get("opened_times")),
+            str(one.get("why") or ""),
+        ]
+        for one in (found.get("items") or ())[:100]
+    ]
+    if not rows:
+        return html.P("No collective has been seen, so no breaker stands.", className="dim")
+    return parts.table(["Group", "State", "Since step", "Opened", "Why"], rows, numeric=(2, 3), says="Breakers")
 
 
 def _met(met: Any) -> parts.Node:

@@ -35,27 +35,45 @@ async def one_curve(api: Api, name: str, rank: int, metric: str, view: View) -> 
     return curves.curve(own, raw=job, log=view.log)
 
 
-def memory_forecast(answer: Mapping[str, Any], limit: float | None) -> str:
-    """Where a steady growth of memory meets its limit: least squares over the last half of the points."""
+def trend(answer: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(growth a step, last value) of a steadily growing series: least squares over the last half of the points.
+
+    (0, last) where nothing grows steadily: no slope upwards, or the line explains less than 80 % of the variance.
+    None where fewer than ten points are there.
+    """
     series = (answer.get("series") or [{}])[0]
     pairs = [(s, v) for s, v in zip(series.get("step") or (), series.get("value") or (), strict=False) if v is not None]
     pairs = pairs[len(pairs) // 2 :]
     if len(pairs) < 10:
-        return ""
+        return None
     n = len(pairs)
     mean_x, mean_y = sum(s for s, _ in pairs) / n, sum(v for _, v in pairs) / n
     spread = sum((s - mean_x) ** 2 for s, _ in pairs)
     slope = sum((s - mean_x) * (v - mean_y) for s, v in pairs) / spread if spread else 0.0
     rest = sum((v - mean_y - slope * (s - mean_x)) ** 2 for s, v in pairs)
     total = sum((v - mean_y) ** 2 for _, v in pairs)
-    if total <= 0 or 1 - rest / total < 0.8 or slope <= 0:
+    steady = total > 0 and 1 - rest / total >= 0.8 and slope > 0
+    return (slope if steady else 0.0), pairs[-1][1]
+
+
+def steps_until(answer: Mapping[str, Any], limit: float) -> int | None:
+    """Steps until a steady growth meets ``limit``; None where it never does."""
+    found = trend(answer)
+    return None if found is None or found[0] <= 0 or found[1] >= limit else int((limit - found[1]) / found[0])
+
+
+def memory_forecast(answer: Mapping[str, Any], limit: float | None) -> str:
+    """Where a steady growth of memory meets its limit, in words."""
+    found = trend(answer)
+    if found is None:
+        return ""
+    if not found[0]:
         return "no steady growth"
-    text = f"grows by {words.size(slope)} a step"
-    if limit and limit > pairs[-1][1]:
-        text += (
-            f"; at this pace it meets {words.size(limit)} in {words.number(int((limit - pairs[-1][1]) / slope))} steps"
-        )
-    return text
+    text = f"grows by {words.size(found[0])} a step"
+    steps = None if limit is None else steps_until(answer, limit)
+    return (
+        text if steps is None else f"{text}; at this pace it meets {words.size(limit)} in {words.number(steps)} steps"
+    )
 
 
 def events_list(events: Sequence[Mapping[str, Any]]) -> parts.Node:
@@ -175,8 +193,23 @@ def _title(name: str) -> str:
     )
 
 
+SHARE = "system.cgroup.memory_share"
+
+
+async def _share(api: Api, name: str, rank: int) -> str:
+    """How far the host's or container's memory is from its limit, and when it meets it at the present pace."""
+    answer = await api.get("jobs", name, "metrics", name=SHARE, rank=rank, points=400)
+    series = (answer.get("series") or [{}])[0]
+    known = [v for v in series.get("value") or () if v is not None]
+    if not known:
+        return ""
+    text = f"the container's limit: {words.percent(known[-1])} used"
+    steps = steps_until(answer, 1.0)
+    return text if steps is None else f"{text}, full in {words.number(steps)} steps at this pace"
+
+
 async def _forecast(api: Api, name: str, rank: int, logged: set[str]) -> str:
-    said = []
+    said = [await _share(api, name, rank)] if SHARE in logged else []
     for metric in ("hw.gpu.memory.usage", "process.memory.usage"):
         if metric in logged:
             answer = await api.get("jobs", name, "metrics", name=metric, rank=rank, points=400)

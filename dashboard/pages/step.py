@@ -14,7 +14,7 @@ from lanterne.dashboard.figures import lanes
 from lanterne.dashboard.pages.job import tabs
 from lanterne.dashboard.view import View, job_url
 
-CALLS_SHOWN = 200
+CALLS_SHOWN = 24
 
 
 def waits(answer: Mapping[str, Any]) -> list[list[parts.Node]]:
@@ -28,11 +28,11 @@ def waits(answer: Mapping[str, Any]) -> list[list[parts.Node]]:
     found.sort(key=lambda one: (-one[0], one[1]))
     return [
         [
-            f"rank {rank}",
-            words.NONE if span.get("waited_for") is None else f"rank {span['waited_for']}",
+            html.Span(f"rank {rank}", className="ref"),
+            words.NONE if span.get("waited_for") is None else html.Span(f"rank {span['waited_for']}", className="ref"),
             words.milliseconds(wait),
             str(span.get("name") or ""),
-            str(span.get("group") or words.NONE),
+            html.Span(words.group(span.get("group")), className="ref", title=str(span.get("group") or "")),
             words.number(span.get("sequence")),
             words.size(span.get("bytes")),
         ]

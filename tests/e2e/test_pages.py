@@ -53,10 +53,10 @@ def test_a_click_on_the_heat_map_leads_to_step_and_rank(page: Any, site: Site) -
 def test_a_view_stands_in_the_url_and_comes_back(page: Any, site: Site) -> None:
     page.goto(f"{site.base}/jobs/slow?heat=wait_ms&log=1&from=20&to=80")
     page.wait_for_selector("#heat .hm image")
-    checked = page.eval_on_selector_all("input:checked", "found => found.map(f => f.value)")
+    checked = page.eval_on_selector_all("[aria-pressed=true][data-value]", "found => found.map(f => f.dataset.value)")
     assert "wait_ms" in checked
     assert "1" in checked
-    page.click("label:has-text('own work')")
+    page.click("button:text-is('own work')")
     page.wait_for_url("**heat=busy_ms**")
     page.click("#reset-zoom")
     page.wait_for_url(lambda url: "from=" not in url)

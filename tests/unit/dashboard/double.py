@@ -5,9 +5,11 @@ Whole-system tests use the real server (tests/e2e).
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
@@ -159,6 +161,13 @@ def _more(app: FastAPI) -> None:
             "next": None,
         }
 
+
+def _levels(app: FastAPI) -> None:
+    @app.get("/api/v1/alerts")
+    def alerts() -> Any:
+        target = {"format": "slack", "host": EVIL, "severities": ["P0"]}
+        return {"targets": [target], "sent": 2, "failed": 0, "silenced": 1, "dropped": 0, "errors": [EVIL]}
+
     @app.get("/api/v1/jobs/{name}/sla")
     def sla(name: str) -> Any:
         objective = {
@@ -173,6 +182,8 @@ def _more(app: FastAPI) -> None:
         good = {"productive_s": 700.0, "badput": {"straggler": 300.0}}
         return {"objectives": [objective], "goodput": good, "mtbf_s": None, "mttr_s": 8.3, "ettr": 0.7}
 
+
+def _administration(app: FastAPI) -> None:
     @app.get("/api/v1/policies")
     def policies() -> Any:
         policy = {
@@ -188,6 +199,42 @@ def _more(app: FastAPI) -> None:
                 policy | {"budget": 2, "budget_s": 3600.0, "state": {"used": 0, "breaker": "closed", "last": None}}
             ]
         }
+
+    @app.get("/api/v1/policies/{name}/replay")
+    def replay(name: str) -> Any:
+        row = {"incident": "inc-1", "job": "llama", "category": "lr_misconfigured", "policy": name, "choice": "act"}
+        return {"items": [row | {"why": EVIL}]}
+
+    @app.get("/api/v1/decisions")
+    def decisions() -> Any:
+        row = {"incident": "inc-1", "job": "llama", "policy": "lr", "chose": "hold", "says": EVIL}
+        return {"items": [row | {"at": "2026-11-29T12:04:13Z"}], "next": None}
+
+    @app.get("/api/v1/jobs/{name}/breakers")
+    def breakers(name: str) -> Any:
+        row = {"group": "0-7", "state": "open", "since_step": 12, "opened_times": 1, "why": EVIL}
+        return {"items": [row], "changes": [], "rules": []}
+
+    @app.get("/api/v1/silences")
+    def silences() -> Any:
+        row = {"id": 4, "job": "llama", "fingerprint": EVIL, "until": "2026-11-29T16:00:00Z", "author": "local"}
+        return {"items": [row | {"says": EVIL}], "next": None}
+
+    @app.get("/api/v1/jobs/{name}/waits")
+    def waits(name: str) -> Any:
+        cells = np.full((8, 8), np.nan)
+        cells[:, LATE] = 38.0
+        cells[LATE, LATE] = np.nan
+        pairs = [{"rank": 0, "for": LATE, "ms": 38.0, "calls": 100}]
+        data = base64.b64encode(cells.astype("<f4").tobytes()).decode()
+        found = {"dtype": "f4", "bdata": data, "shape": "8,8"}
+        return {"unit": "ms", "steps": [301, 400], "ranks": list(range(8)), "values": found, "pairs": pairs}
+
+    @app.get("/api/v1/jobs/{name}/steps")
+    def steps(name: str, from_step: int = 0) -> Any:
+        slow = from_step >= 118
+        row = {"duration_ms": 170.0 if slow else 130.0, "phases": {"forward": 60.0 if slow else 40.0, "backward": 60.0}}
+        return {"items": [row | {"step": n} for n in range(from_step, from_step + 20)], "next": None}
 
     @app.get("/api/v1/tokens")
     def tokens() -> Any:
@@ -241,5 +288,6 @@ def create(jobs: int = 3) -> FastAPI:
     def graph(key: str) -> Any:
         return GRAPH
 
-    _more(app)
+    for part in (_more, _levels, _administration):
+        part(app)
     return app

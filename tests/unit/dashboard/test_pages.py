@@ -19,7 +19,8 @@ from lanterne.dashboard.client import Api
 
 PATHS = [
     "/", "/incidents", "/jobs/llama", "/jobs/llama/steps/200", "/jobs/llama/ranks/3", "/jobs/llama/communication",
-    "/jobs/llama/sla", "/jobs/llama/events", "/incidents/inc-1", "/policies", "/settings",
+    "/jobs/llama/sla", "/jobs/llama/events", "/jobs/llama/ranks", "/compare", "/incidents/inc-1", "/policies",
+    "/settings",
 ]  # fmt: skip
 
 

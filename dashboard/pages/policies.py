@@ -1,17 +1,17 @@
-"""Policies and settings."""
+"""Policies: what may be done by itself, what was chosen, and what one would have chosen."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from dash import html
+from dash import dcc, html
 
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.view import View
+from lanterne.dashboard.view import View, incident_url
 
 MODES = {"observe": "calm", "suggest": "info", "approve": "warn", "auto": "good"}
 
@@ -41,26 +41,65 @@ def row(policy: Mapping[str, Any]) -> list[parts.Node]:
         ),
         ", ".join(words.plain(str(c)) for c in policy.get("causes") or ()) or words.NONE,
         _actions(policy),
-        html.Span([parts.chip(mode, MODES.get(mode, "calm")), switch, breaker], className="chips"),
+        html.Span([parts.chip(mode, MODES.get(mode, "calm")), switch, breaker], className="chips one-line"),
         words.percent(policy.get("confidence"), 0),
         f"{words.number(state.get('used'))} of {words.number(policy.get('budget'))} in "
-        f"{words.seconds(policy.get('budget_s'))}",
-        words.seconds(policy.get("cool_down_s")),
+        f"{words.seconds(policy.get('budget_s'))}, {words.seconds(policy.get('cool_down_s'))} apart",
         words.day_and_clock(state.get("last")) if state.get("last") else "never",
-        parts.button("Disable" if enabled else "Enable", key),
+        html.Span(
+            [
+                parts.button("Replay", {"type": "replay", "name": key["name"]}, title="judge the past incidents again"),
+                parts.button("Disable" if enabled else "Enable", key),
+            ],
+            className="pair",
+        ),
     ]
 
 
-async def policies(api: Api, view: View, now: datetime, base: str) -> list[parts.Node]:
-    """All policies in force."""
+async def page(api: Api, view: View, now: datetime, base: str) -> list[parts.Node]:
+    """The whole page."""
     return [
         html.Div(
             [html.H1("Policies"), html.Span("what may be done, by whom, how often", className="dim")],
             className="title-row",
         ),
         html.Div(id="policy-done", **parts.aria(live="polite")),
+        html.Div(await history(api), id="policies-history"),
         html.Div(await listed(api), id="policies-live"),
     ]
+
+
+async def history(api: Api) -> parts.Node:
+    """What was chosen about the last incidents."""
+    found = await api.items("decisions", most=50, limit=50)
+    body = chosen_table(found) if found else html.P("No policy has had anything to decide yet.", className="dim")
+    return parts.panel("What was chosen", body, note=f"the last {len(found)}" if found else "")
+
+
+def chosen_table(found: Sequence[Mapping[str, Any]]) -> parts.Node:
+    """Choices as rows; ``why`` or ``says`` is the reason."""
+    rows = [
+        [
+            words.day_and_clock(one.get("at")) if one.get("at") else words.NONE,
+            dcc.Link(str(one.get("incident")), href=incident_url(str(one.get("incident")))),
+            str(one.get("job") or words.NONE),
+            words.plain(str(one.get("category") or "")) or words.NONE,
+            str(one.get("policy") or words.NONE),
+            html.Strong(words.plain(str(one.get("chose") or one.get("choice") or "hold"))),
+            html.Span(str(one.get("says") or one.get("why") or ""), className="says"),
+        ]
+        for one in found
+    ]
+    return parts.table(["When", "Incident", "Job", "Cause", "Policy", "Chose", "Why"], rows, says="Choices")
+
+
+async def replayed(api: Api, name: str) -> parts.Node:
+    """What one policy would have chosen about the incidents kept here."""
+    found = (await api.get("policies", name, "replay")).get("items") or []
+    acts = sum(1 for one in found if one.get("choice") != "hold")
+    note = f"{words.counted(len(found), 'incident')}, {acts} acted on; nothing was ordered"
+    body = chosen_table(found) if found else html.P("There is no diagnosed incident to replay.", className="dim")
+    return parts.panel(f"Replay of {name}", body, note=note)
 
 
 async def listed(api: Api) -> list[parts.Node]:
@@ -68,7 +107,7 @@ async def listed(api: Api) -> list[parts.Node]:
     found = await api.items("policies")
     if not found:
         return [html.P("No policy is in force.", className="dim")]
-    head = ["Policy", "For", "Does", "Mode", "Confidence", "Budget used", "Cool-down", "Last", ""]
+    head = ["Policy", "For", "Does", "Mode", "Confidence", "Used", "Last", ""]
     table = parts.table(head, [row(p) for p in found], numeric=(4,), says="Policies")
     return [parts.panel("In force", table, note=f"{len(found)}")]
 
@@ -83,52 +122,3 @@ async def toggle(api: Api, name: str) -> str:
     }
     made = await api.put("policies", name, body=body)
     return f"{name} is {'enabled' if made.get('enabled') else 'disabled'} (version {made.get('version')})."
-
-
-async def settings(api: Api, view: View, now: datetime, base: str) -> list[parts.Node]:
-    """How to attach, tokens, and where the rest stands."""
-    try:
-        tokens = await api.items("tokens")
-        rows = [
-            [
-                html.Code(str(t.get("id"))),
-                str(t.get("label") or words.NONE),
-                ", ".join(t.get("scopes") or ()),
-                str(t.get("job") or "all jobs"),
-                words.day_and_clock(t.get("expires_at")) if t.get("expires_at") else "never",
-                words.age(t.get("used_at"), now) if t.get("used_at") else "never",
-                parts.chip("revoked", "calm", "–") if t.get("revoked_at") else parts.chip("valid", "good", "✓"),
-            ]
-            for t in tokens
-        ]
-        body: parts.Node = (
-            parts.table(["Id", "Label", "Scopes", "Job", "Expires", "Used", "State"], rows, says="Tokens")
-            if rows
-            else html.P(
-                ["No tokens. ", html.Code("lanterne token"), " makes one; its text is shown once."], className="dim"
-            )
-        )
-    except ApiError as error:
-        body = html.P(f"Tokens are for admins: {error.detail or error.title}", className="dim")
-    signing = html.P(["This server lets you in by its own form: ", html.A("sign in with a token", href="/login"), "."])
-    links = html.Ul(
-        [
-            html.Li([html.A("API documentation", href="/docs"), " with every route of this page"]),
-            html.Li([html.A("Prometheus metrics", href="/metrics"), " of this server"]),
-            html.Li([html.A("Readiness", href="/readyz"), " of the stores"]),
-        ],
-        className="plain",
-    )
-    return [
-        html.H1("Settings"),
-        html.Div(
-            [
-                html.Div(
-                    [parts.panel("Tokens", body), parts.panel("Attach a job", parts.attach_help(base))],
-                    className="wide",
-                ),
-                html.Div([parts.panel("Sign in", signing), parts.panel("This server", links)], className="narrow"),
-            ],
-            className="columns",
-        ),
-    ]
