@@ -14,30 +14,44 @@ from lanterne.dashboard.figures import lanes
 from lanterne.dashboard.pages.job import tabs
 from lanterne.dashboard.view import View, job_url
 
-CALLS_SHOWN = 24
+WAITS_SHOWN = 24
+REPAIRS_SHOWN = 8
 
 
 def waits(answer: Mapping[str, Any]) -> list[list[parts.Node]]:
-    """Rows of the waits in this step, the longest first: who, for whom, how long, where."""
-    found = [
-        (float(s.get("wait_ms") or 0.0), lane["rank"], s)
-        for lane in answer.get("lanes") or ()
-        for s in lane["spans"]
-        if s["kind"] == lanes.COLLECTIVE and (s.get("wait_ms") or 0.0) > 0
-    ]
-    found.sort(key=lambda one: (-one[0], one[1]))
+    """Rows of the waits in this step, the longest first: who, for whom, how long, in how many calls."""
     return [
         [
-            html.Span(f"rank {rank}", className="ref"),
-            words.NONE if span.get("waited_for") is None else html.Span(f"rank {span['waited_for']}", className="ref"),
-            words.milliseconds(wait),
-            str(span.get("name") or ""),
-            html.Span(words.group(span.get("group")), className="ref", title=str(span.get("group") or "")),
-            words.number(span.get("sequence")),
-            words.size(span.get("bytes")),
+            html.Span(f"rank {one['rank']}", className="ref"),
+            html.Span(f"rank {one['waited_for']}", className="ref"),
+            words.milliseconds(one.get("wait_ms")),
+            words.number(one.get("calls")),
         ]
-        for wait, rank, span in found[:CALLS_SHOWN]
+        for one in (answer.get("waits") or ())[:WAITS_SHOWN]
     ]
+
+
+def what_if(answer: Mapping[str, Any]) -> parts.Node:
+    """What the step would take with one thing repaired, most worth first."""
+    found = answer.get("what_if") or {}
+    rows: list[tuple[float, list[parts.Node]]] = []
+    for kind, name in (("ranks", "rank"), ("stages", "stage"), ("phases", "phase")):
+        for one in found.get(kind) or ():
+            saving = float(one.get("saving_ms") or 0.0)
+            what = words.plain(str(one.get(name))) if name == "phase" else f"{name} {one.get(name)}"
+            label = f"{what} on every rank" if name == "phase" else what
+            rows.append((saving, [label, words.milliseconds(one.get("step_ms")), words.milliseconds(saving)]))
+    if not rows:
+        return html.P("This step cannot be replayed, or nothing in it is longer than normal.", className="dim")
+    rows.sort(key=lambda one: -one[0])
+    body = parts.table(
+        ["Were this normal", "The step takes", "Saves"],
+        [r for _, r in rows[:REPAIRS_SHOWN]],
+        numeric=(1, 2),
+        says="What if",
+    )
+    was, best = words.milliseconds(found.get("step_ms")), words.milliseconds(found.get("all_normal_ms"))
+    return html.Div([html.P(f"It took {was}; with everything normal it takes {best}."), body])
 
 
 def path(answer: Mapping[str, Any]) -> parts.Node:
@@ -80,12 +94,7 @@ async def page(api: Api, name: str, number: int, view: View, now: datetime, base
     ]
     rows = waits(answer)
     table = (
-        parts.table(
-            ["Who", "Waited for", "How long", "Collective", "Group", "Number", "Size"],
-            rows,
-            numeric=(2, 5, 6),
-            says="Waits",
-        )
+        parts.table(["Who", "Was blocked by", "How long", "Calls"], rows, numeric=(2, 3), says="Waits")
         if rows
         else html.P("Nobody waited for anybody in this step.", className="dim")
     )
@@ -104,7 +113,10 @@ async def page(api: Api, name: str, number: int, view: View, now: datetime, base
         html.Div(
             [
                 html.Div([parts.panel("Who waited for whom", table)], className="wide"),
-                html.Div([parts.panel("Critical path", path(answer))], className="narrow"),
+                html.Div(
+                    [parts.panel("What if", what_if(answer)), parts.panel("Critical path", path(answer))],
+                    className="narrow",
+                ),
             ],
             className="columns",
         ),

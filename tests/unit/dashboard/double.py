@@ -123,7 +123,18 @@ def step(n: int = 200, ranks: int = 8) -> dict[str, Any]:
         {"rank": LATE, "name": "backward", "start_ms": 1.0, "duration_ms": 119.0},
         {"rank": LATE, "name": "all_reduce", "start_ms": 120.0, "duration_ms": 6.0},
     ]
-    return {"step": n, "job_start_ns": 0, "lanes": [lane(r) for r in range(ranks)], "critical_path": path}
+    repairs = {"step_ms": 126.0, "all_normal_ms": 88.0, "stages": [], "phases": []}
+    repairs["ranks"] = [{"rank": LATE, "step_ms": 88.0, "saving_ms": 38.0}]
+    waited = [{"rank": r, "waited_for": LATE, "wait_ms": 38.0, "calls": 1} for r in range(ranks) if r != LATE]
+    return {
+        "waits": waited,
+        "what_if": repairs,
+        "truncated": False,
+        "step": n,
+        "job_start_ns": 0,
+        "lanes": [lane(r) for r in range(ranks)],
+        "critical_path": path,
+    }
 
 
 def rank(r: int) -> dict[str, Any]:

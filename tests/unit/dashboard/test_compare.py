@@ -14,8 +14,8 @@ import pytest
 
 from lanterne.dashboard import words
 from lanterne.dashboard.client import Api
-from lanterne.dashboard.figures import curves, heat, matrix
-from lanterne.dashboard.pages import changes, compare, policies, ranks, settings
+from lanterne.dashboard.figures import curves, heat, lanes, matrix
+from lanterne.dashboard.pages import changes, compare, policies, rank, ranks, settings, step
 from lanterne.dashboard.view import parse
 
 NOW = datetime(2026, 11, 29, 12, 10, tzinfo=UTC)
@@ -112,3 +112,30 @@ def test_forms_and_replays_render(api: Api, double: ModuleType) -> None:
     assert "1 incident, 1 acted on" in replayed
     assert "Revoke now" in text_of(asyncio.run(settings.tokens(api, NOW)))
     assert "End now" in text_of(asyncio.run(settings.silences(api, NOW)))
+
+
+def test_what_a_repair_is_worth_stands_on_the_step(double: ModuleType) -> None:
+    found = text_of(step.what_if(double.step()))
+    assert "It took 126 ms; with everything normal it takes 88 ms." in found
+    assert "38 ms" in found
+    assert "cannot be replayed" in text_of(step.what_if({"what_if": None}))
+    assert step.waits(double.step())[0][3] == "1"
+
+
+def test_kernels_have_a_line_of_their_own(double: ModuleType) -> None:
+    kernel = {"kind": "cuda.kernel", "name": "gemm<i>", "start_ms": 2.0, "duration_ms": 0.5}
+    answer = double.step()
+    answer["lanes"][0]["spans"] += [kernel] * (lanes.KERNELS_MAX + 5)
+    drawn = [t for t in lanes.swim_lanes(answer)["data"] if t["name"].startswith("kernel")]
+    assert len(drawn) == 1
+    assert len(drawn[0]["x"]) == lanes.KERNELS_MAX
+    assert "2,005" in drawn[0]["name"]
+    assert "gemm&lt;i&gt;" in drawn[0]["customdata"][0]
+
+
+def test_steady_growth_is_told_with_its_end() -> None:
+    growing = {"series": [{"step": list(range(40)), "value": [0.5 + 0.005 * n for n in range(40)]}]}
+    assert rank.steps_until(growing, 1.0) in range(59, 63)
+    noise = {"series": [{"step": list(range(40)), "value": [0.5 + 0.1 * (n % 2) for n in range(40)]}]}
+    assert rank.steps_until(noise, 1.0) is None
+    assert rank.memory_forecast({"series": [{"step": [1], "value": [1.0]}]}, None) == ""
