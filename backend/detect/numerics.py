@@ -17,6 +17,8 @@ HISTORY_MIN = 12
 SPIKE_Z = 8.0
 LOG_Z = 5.0
 """Norms and losses of small batches are log-normal: a spike must stand out among the logarithms as well."""
+SIGNED_HISTORY, SIGNED_RISE = 30, 4.0
+"""Samples before, and times the largest deviation among them, for series that are not positive (policy losses)."""
 LOSS_RISE = 3.0
 """Single-step rise by 200% (contract)."""
 GRAD_SPIKE = 5.0
@@ -111,15 +113,20 @@ def _jumps(x: FloatArray, ratio: float) -> list[tuple[int, float, float, float]]
         usual, scale = float(np.median(past)), robust_scale(past)
         scale = max(scale, 0.05 * abs(usual))
         z = (float(x[t]) - usual) / scale
-        if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max() and _log_z(past, x[t]) > LOG_Z:
+        clear = _log_z(past, x[t]) > LOG_Z if past.min() > 0 else _beyond_all(x[:t], usual, float(x[t]))
+        if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max() and clear:
             found.append((int(t), float(x[t]), usual, z))
     return found
 
 
+def _beyond_all(past: FloatArray, usual: float, value: float) -> bool:
+    """A loss that changes its sign has no logarithms and heavy tails: far beyond everything that was ever seen."""
+    known = past[np.isfinite(past)]
+    return len(known) >= SIGNED_HISTORY and value - usual > SIGNED_RISE * float(np.abs(known - usual).max())
+
+
 def _log_z(past: FloatArray, value: float) -> float:
-    """Distance in the logarithms' own scale; infinite where something is not positive."""
-    if value <= 0 or past.min() <= 0:
-        return float("inf")
+    """Distance of a value in the logarithms' own scale; all must be positive."""
     logs = np.log(past)
     return float((np.log(value) - np.median(logs)) / max(robust_scale(logs), float(logs.std()), 0.05))
 

@@ -161,6 +161,14 @@ def syncing(ms: float, steps: int, rank: int | None = None, first: int = 200) ->
     return facts(found)
 
 
+def signed(value: float) -> Facts:
+    """A loss about zero with heavy tails, as policy gradients have it."""
+    found = series(400)
+    found["loss"] = np.random.default_rng(13).standard_t(5, (400, 1)) * 0.6 * np.ones((1, 4))
+    found["loss"][300:302] = value
+    return facts(found)
+
+
 def scattered(sigma: float, steps: int) -> Facts:
     found = series(400)
     found["loss"][300 : 300 + steps] += np.random.default_rng(1).normal(0, sigma, (steps, 1))
@@ -225,6 +233,7 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: put("loss", slice(AT, AT + 3), 12.0),
         lambda: put("loss", slice(AT, AT + 3), 2.4),
     ),
+    "loss spike among rewards of either sign": ("loss_spike", lambda: signed(40.0), lambda: signed(8.0)),
     "gradient spike": (
         "grad_spike",
         lambda: put("grad_norm", slice(AT, AT + 2), 40.0),
