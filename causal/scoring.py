@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
 
 import numpy as np
@@ -12,7 +11,7 @@ CLAIM = 0.7  # at or above: said as a fact
 LEAD = 0.3  # at or above: said as a lead; below: not said
 
 
-def _table() -> Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+def _table() -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
     text = (resources.files("lanterne.causal") / "calibration.yaml").read_text(encoding="utf-8")
     out = {}
     for family, points in yaml.safe_load(text)["families"].items():

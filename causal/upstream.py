@@ -1,8 +1,8 @@
 """Why a late rank or host is late: phases first, then the known causes of each phase, by how much they explain.
 
 The strongest weight is effect size: which share of the child's lost milliseconds does the parent's change explain,
-in known units? Granger and mutual information temper that weight; they never make an edge that the in-step
-order does not allow (research/causal.md, sections 0.7 and 6.6).
+in known units? Granger and mutual information only break ties; they never make an edge that the in-step order does
+not allow (research/causal.md, sections 0.7 and 6.6).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from lanterne.nouns import CauseCategory, Evidence
 EVIDENCE_ROWS_MAX = 240
 DECAY = 0.97
 EXPLAINED_AWAY = 0.6  # of a node's score, when its own cause is active too
+TIE = 0.02
+"""What Granger causality and mutual information may take off a weight: they break ties. As a stronger factor they made
+the answers worse (docs/causal.md, ablation)."""
 EXPLAINS_ENOUGH = 0.75  # a parent that explains three quarters of the child explains it
 
 
@@ -235,8 +238,7 @@ def _weigh(frame: Frame, locus: Locus, w: Window, edge: PatternEdge, metrics: di
     mi = granger.mutual_information_pair(cause, effect)
     evidence = granger.strength(p, r2, mi)
     explained = _explained(frame, locus, w, edge, amount, cause, effect, metrics)
-    power = 0.35 if edge.units == "learned" else 0.1
-    weight = edge.prior * min(1.0, explained / EXPLAINS_ENOUGH) * max(evidence, 1e-3) ** power
+    weight = edge.prior * min(1.0, explained / EXPLAINS_ENOUGH) * (1 - TIE * (1 - evidence))
     label = metrics[edge.cause].label
     says = (
         f"{label} explains {min(explained, 1.0):.0%} of {metrics[edge.effect].label}"

@@ -20,7 +20,7 @@ GC_EVERY, GC_MS = (40, 60), 10.0
 
 
 def roughen(job: Job, level: float = 1.0) -> None:
-    """Roughen a blank job, before any fault; ``level`` scales all amplitudes. Seeded by the job's own seed."""
+    """Roughen a blank job, before any fault; ``level`` scales the amplitudes. Seeded by the job's own seed."""
     rng = np.random.default_rng([job.seed, 4])
     _pace(job, rng, level)
     _pauses(job, rng, level)
@@ -38,8 +38,9 @@ def _pace(job: Job, rng: np.random.Generator, level: float) -> None:
     walk = np.clip(np.cumsum(rng.normal(0, 2e-3 * level, t)), -0.05, 0.05)[:, None]
     private = rng.normal(0, 3e-3 * level, r) * np.linspace(-1, 1, t)[:, None]
     stage = np.array([job.mesh(rank)["pp"] for rank in range(r)])
-    uneven = np.exp(rng.normal(0, 0.02 * level, job.shape.pp))
-    uneven[-1] *= 1 + (0.05 * level if job.shape.pp > 1 else 0.0)  # the head and the loss
+    some = min(level, 1.0)  # beyond that a stage is too heavy to call it healthy
+    uneven = np.exp(rng.normal(0, 0.02 * some, job.shape.pp))
+    uneven[-1] *= 1 + (0.05 * some if job.shape.pp > 1 else 0.0)  # the head and the loss
     for part in ("forward", "backward"):
         job.work[part] *= np.exp(walk + private) * uneven[stage] * _tails(rng, 0.01 * level, (t, r))
 
