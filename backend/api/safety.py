@@ -80,19 +80,6 @@ def alerts(context: Ctx, who: Who) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@router.get("/jobs/{job}/silences")
-def silences(context: Ctx, at: OfJob) -> dict[str, Any]:
-    """Silences that are not over yet."""
-    rows = context.control.silences(at.job.id)
-    return {
-        "items": [
-            {"fingerprint": s.fingerprint, "until": rfc3339(s.until_ns), "author": s.author, "says": s.says}
-            for s in rows
-        ],
-        "next": None,
-    }
-
-
 @router.post("/incidents/{incident}/silence", status_code=201)
 def silence(context: Ctx, who: Who, incident: IncidentId, body: Silence) -> dict[str, Any]:
     """Tell no alerts about this trouble (its fingerprint, in every attempt of the job) for so many hours."""

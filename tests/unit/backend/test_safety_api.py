@@ -94,7 +94,7 @@ def test_a_silence_is_kept_by_fingerprint(server: httpx.Client) -> None:
     (found,) = incidents(server)
     made = server.post(f"{API}/incidents/{found['id']}/silence", json={"hours": 2, "says": "known"})
     assert made.status_code == 201, made.text
-    (kept,) = get(server, "/jobs/demo/silences")["items"]
+    (kept,) = get(server, "/silences")["items"]
     assert (kept["fingerprint"], kept["says"]) == (found["fingerprint"], "known")
     assert server.post(f"{API}/incidents/{found['id']}/silence", json={"hours": 0}).status_code == 422
     assert server.post(f"{API}/incidents/inc-none/silence", json={}).status_code == 404
