@@ -85,10 +85,12 @@ class Server:
         return [row for row in rows if row["subject"] == subject]
 
     @contextlib.contextmanager
-    def launched(self, job: str, endings: list[Any], *more: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    def launched(
+        self, job: str, endings: list[Any], *more: str, sessions: str = "sessions", **environ: str
+    ) -> Iterator[subprocess.Popen[str]]:
         script = self.folder / "command.py"
         script.write_text(COMMAND)
-        command = [sys.executable, str(script), str(self.folder / "sessions"), json.dumps(endings), *more]
+        command = [sys.executable, str(script), str(self.folder / sessions), json.dumps(endings), *more]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "LANTERNE_"))}
         clean |= {"LANTERNE_ENDPOINT": self.url, "LANTERNE_JOB": job, "NO_PROXY": "*", **environ}
         process = subprocess.Popen(
@@ -147,6 +149,19 @@ def test_a_restart_starts_the_next_attempt_twice_and_no_more(server: Server) -> 
         server.wait(last["id"], "applied")
         trail = [a["action"] for a in server.audit(first["id"])]
         assert (trail[-1], trail[0]) == ("command.issued", "command.applied")
+
+
+def test_every_nodes_launcher_takes_the_order(server: Server) -> None:
+    server.appear("nodes")
+    with (
+        server.launched("nodes", ["stay", 0], sessions="one") as first,
+        server.launched("nodes", ["stay", 0], sessions="two") as second,
+    ):
+        assert line(first) == line(second) == "attempt 0 - -"
+        made = server.order("nodes", "restart")
+        assert line(first) == line(second) == "attempt 1 - -"
+        assert first.wait(timeout=60) == second.wait(timeout=60) == 0
+        server.wait(made["id"], "applied")
 
 
 def test_a_command_that_failed_is_waited_for_with_an_order(server: Server) -> None:
