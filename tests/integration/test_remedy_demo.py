@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from lanterne.backend.store import migrate
+from lanterne.backend.store.control import ControlStore
 from lanterne.collector.sim.inject import RIGHT_CAUSE
 from lanterne.demo import REMEDIED
+from lanterne.settings import ServerSettings
 
 ACTION = {
     "lr-jump": "set_lr",
@@ -89,3 +92,27 @@ def test_with_observe_nothing_is_touched_and_the_report_says_what_would_have_bee
     assert found["causes"][0]["remedy"]["action"]
     assert "decided" in found["ledger"]
     assert "acted" not in found["ledger"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_a_remedy_that_cannot_help_is_undone_tried_twice_and_told(tmp_path: Path) -> None:
+    settings = ServerSettings(data=str(tmp_path / "data"))
+    migrate.upgrade(settings)
+    control = ControlStore.open(settings)
+    useless = {
+        "causes": ["lr_misconfigured"], "mode": "auto", "action": "clip_grad_norm", "parameters": {"max_norm": 500.0},
+        "cool_down_s": 0.0, "priority": 5,
+        "verify": {
+            "metric": "lr", "want": "near", "level": "=lr.planned", "by": 0.1, "settle": 3, "within_steps": 20,
+        },
+    }  # fmt: skip
+    control.put_policy("lr-back-to-plan", useless, author="a test")
+    control.close()
+    report, commands = demo(tmp_path / "data", "lr-jump", "auto")
+    tried = [c for c in commands if c["action"] == "clip_grad_norm"]
+    assert [c["state"] for c in tried] == ["undone", "undone"]
+    assert [json.loads(c["parameters"])["of"] for c in commands if c["action"] == "undo"] == [c["id"] for c in tried]
+    found = incident(report, "lr-jump")
+    assert "verified" not in found["ledger"]
+    assert "was tried 2 times, 2 without success; left to a person" in found["causes"][0]["remedy"]["says"]
