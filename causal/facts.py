@@ -12,6 +12,7 @@ data_wait_ms h2d_ms forward_ms backward_ms optimizer_ms checkpoint_ms eval_ms co
 busy_ms             own time of the rank: the step less what it waited for others in collectives
 lateness_ms         entry behind the median member, worst collective of the step, clock-corrected
 wait_ms             waited for others in collectives, summed over the step
+collective_ms       duration of one collective (rows are calls, not steps): the last to enter has the shortest
 transfer_ms         last arrival to completion, summed over the step (the network's share)
 gc_ms               garbage collection inside the step
 loss grad_norm      as the user's optimizer saw them (after the reduction)

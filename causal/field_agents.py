@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from lanterne.causal import words as w
+from lanterne.causal.facts import Facts
 from lanterne.causal.words import Words, cause, evidence, line
-from lanterne.nouns import Cause, Cost
+from lanterne.nouns import Cause, Cost, group_name
 from lanterne.nouns import CauseCategory as C
+
+SHORT_CALLS_MIN = 20
 
 
 def pauses(words: Words) -> list[Cause]:
@@ -100,7 +105,7 @@ def gauges(words: Words) -> list[Cause]:
             )
         )
     if not missing:
-        out += _ras(words)
+        out += _ras(words) or _inspector(words)
     return out
 
 
@@ -134,21 +139,61 @@ def _what_if(words: Words) -> list[Cause]:
     return out
 
 
+def _behind(group: str, counts: dict[int, int], tool: str) -> list[Cause]:
+    """The rank whose count of operations stands below that of its peers: they wait for it."""
+    top = max(counts.values())
+    behind = sorted(r for r, n in counts.items() if 0 <= n < top)
+    if not behind or len(behind) * 2 >= len(counts):
+        return []
+    low = behind[0]
+    says = f"rank {low} is at operation {counts[low]} of group {group}, the others at {top} ({tool})"
+    proof = [evidence(says, value=float(counts[low]), unit="operations", baseline=float(top))]
+    return [cause(C.RANK_HUNG, 0.75, proof, rank=low, group=group, needs=("a py-spy dump of that rank",))]
+
+
 def _ras(words: Words) -> list[Cause]:
     groups: dict[str, dict[int, int]] = {}
     for e in words.fact("ras_rank"):
         groups.setdefault(str(e.attributes.get("group")), {})[e.rank] = int(w.number(e, "count", -1))
     for group, counts in groups.items():
-        top = max(counts.values())
-        behind = [r for r, n in counts.items() if n < top]
-        if behind and len(behind) * 2 < len(counts):
-            says = evidence(
-                f"rank {behind[0]} is at operation {counts[behind[0]]} of group {group}, the others at {top}",
-                value=float(counts[behind[0]]),
-                unit="operations",
-                baseline=float(top),
-            )
-            return [
-                cause(C.RANK_HUNG, 0.75, [says], rank=behind[0], group=group, needs=("a py-spy dump of that rank",))
-            ]
+        if found := _behind(group, counts, "NCCL RAS"):
+            return found
     return []
+
+
+def _inspector(words: Words) -> list[Cause]:
+    """NCCL Inspector: the last call of each communicator and rank; a rank is global in the widest communicator."""
+    rows = words.fact("inspector_last")
+    world = max((int(w.number(e, "size")) for e in rows), default=0)
+    owner = {
+        (e.attributes.get("where"), e.attributes.get("pid")): int(w.number(e, "comm_rank"))
+        for e in rows
+        if w.number(e, "size") == world
+    }
+    comms: dict[str, dict[int, int]] = {}
+    for e in rows:
+        rank = owner.get((e.attributes.get("where"), e.attributes.get("pid")))
+        if rank is not None:
+            comms.setdefault(str(e.attributes.get("comm")), {})[rank] = int(w.number(e, "sequence"))
+    for counts in comms.values():
+        if len(counts) > 1 and (found := _behind(group_name(tuple(sorted(counts))), counts, "NCCL Inspector")):
+            return found
+    return _shortest(words.facts)
+
+
+def _shortest(facts: Facts) -> list[Cause]:
+    """The rank that all wait for comes last and so has the shortest collectives."""
+    table = facts.get("collective_ms")
+    full = table[np.isfinite(table).all(axis=1)] if table.size else np.zeros((0, 0))
+    if len(full) < SHORT_CALLS_MIN or full.shape[1] < 3:
+        return []
+    least = full.argmin(axis=1)
+    column = int(np.bincount(least).argmax())
+    others = np.median(np.delete(full, column, axis=1), axis=1)
+    waited = float(np.median(others - full[:, column]))
+    if float(np.mean(least == column)) < 0.8 or waited < max(1.0, float(np.median(full[:, column]))):
+        return []
+    rank = facts.ranks[column]
+    says = f"rank {rank} has the shortest collectives by {waited:.1f} ms: it enters last and the others wait for it"
+    proof = [evidence(says, value=float(np.median(full[:, column])), unit="ms", baseline=float(np.median(others)))]
+    return [cause(C.SLOW_COMPUTE, 0.65, proof, rank=rank, needs=("a profiler trace or phases of that rank",))]

@@ -241,7 +241,8 @@ def host(words: Words) -> list[Cause]:
         if "cannot allocate" in w.text(e) or 0 < w.number(e, "kbytes") < MEMLOCK_KBYTES_MIN
     ]
     if locked:
-        limit = next((w.number(e, "kbytes") for e in locked if w.number(e, "kbytes")), None)
+        stated = next((e for e in locked if w.number(e, "kbytes")), None)
+        limit = w.number(stated, "kbytes") / (1024 if "bytes" in stated.body.split() else 1) if stated else None
         proof = [line(e) for e in locked[:3]]
         if limit:
             proof.insert(
@@ -253,8 +254,8 @@ def host(words: Words) -> list[Cause]:
                 C.HOST_MISCONFIGURED,
                 0.88,
                 proof,
-                rank=locked[0].rank,
-                host=locked[0].host,
+                rank=next((e.rank for e in locked if e.rank >= 0), -1),
+                host=next((e.host for e in locked if e.host), None),
                 do="print the limit from the rank itself (the shell's may differ) and raise memlock in the launcher",
             )
         )

@@ -446,11 +446,13 @@ def _reported(words: Words) -> list[Cause]:
                 evidence(f"ranks {min(tokens)} to {max(tokens)} hold {says} tokens; a gather assumes equal chunks")
             )
         if sizes or words.said("collective_timeout") or words.said("exception"):
+            own = {e.rank for e in sizes if "split sizes" in w.text(e)}  # it checks its own sizes only
             out.append(
                 cause(
                     C.COLLECTIVE_MISMATCH,
                     0.85,
                     proof,
+                    rank=own.pop() if len(own) == 1 else None,
                     do="compare sizes per rank; pad, or use the variable-size form of the call",
                 )
             )

@@ -6,6 +6,7 @@ light install works without the server extra.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -154,9 +155,12 @@ def diagnose(
     readers = need("lanterne.backend.readers")
     from lanterne.nouns import to_json
 
-    console = Console(stderr=True)
-    with console.status(f"reading {len(paths)} path(s)"):
-        report = readers.diagnose_paths(paths)
+    with Console(stderr=True).status("reading") as status:
+
+        def progress(done: int, total: int, name: str) -> None:
+            status.update(f"read {done} of {total} files: {name[-80:]}")
+
+        report = readers.diagnose_paths(paths, workers=min(8, os.cpu_count() or 1), progress=progress)
     finish(to_json(report), as_json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -63,6 +64,21 @@ def _ledger(console: Console, ledger: dict[str, str]) -> None:
     console.print(table)
 
 
+NOTES_MAX = 20
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending ranks, runs drawn together: ``0, 4-7``."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    shown = ["-".join(map(str, run)) for run in runs[:NOTES_MAX]]
+    return ", ".join(shown) + (", …" if len(runs) > NOTES_MAX else "")
+
+
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print a report (the JSON form of :class:`lanterne.nouns.Report`) to ``console``."""
     healthy = report.get("healthy", False)
@@ -89,14 +105,17 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     quality = report.get("quality") or {}
     line = f"{report.get('ranks_seen', 0)} of {report.get('ranks_expected', 0)} ranks seen"
     if quality.get("missing_ranks"):
-        line += f"; missing {quality['missing_ranks']}"
+        line += f"; missing {ranges(quality['missing_ranks'])}"
     if quality.get("dropped_events"):
         line += f"; {quality['dropped_events']} events dropped"
     if quality.get("clock_error_ns") is not None:
         line += f"; clocks within ±{quality['clock_error_ns'] / 1000:.0f} µs"
     console.print(Text(line, style="dim"))
-    for note in quality.get("notes") or []:
+    notes = quality.get("notes") or []
+    for note in notes[:NOTES_MAX]:
         console.print(Text(f"note: {note}", style="dim"))
+    if len(notes) > NOTES_MAX:
+        console.print(Text(f"… and {len(notes) - NOTES_MAX} more notes (see --json)", style="dim"))
 
 
 def print_sla(body: dict[str, Any], console: Console) -> None:

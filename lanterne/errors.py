@@ -17,9 +17,16 @@ class UnreadableInput(LanterneError):
     """A file that no reader can use. ``path`` and ``offset`` (bytes, -1 = not known) say where."""
 
     def __init__(self, path: str, why: str, *, offset: int = -1, do: str = "") -> None:
-        self.path, self.why, self.offset = path, why, offset
+        self.path, self.why, self.offset, self.do = path, why, offset, do
         where = f"{path}" if offset < 0 else f"{path} at byte {offset}"
         super().__init__(f"{where}: {why}" + (f"; {do}" if do else ""))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unreadable, (self.path, self.why, self.offset, self.do)
+
+
+def _unreadable(path: str, why: str, offset: int, do: str) -> UnreadableInput:
+    return UnreadableInput(path, why, offset=offset, do=do)
 
 
 class LimitExceeded(LanterneError):

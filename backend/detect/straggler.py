@@ -67,6 +67,8 @@ def detect(facts: Facts) -> list[Anomaly]:
     if len(rows) < WIDTH + 2 or len(facts.ranks) < 2:
         return []
     x, step = x_all[rows], whole[rows]
+    if not np.isfinite(step).any():
+        return []  # phases without a step time: nothing to measure a share of
     error = _clock_error_ms(facts)
     filled = np.where(np.isfinite(x), x, -np.inf)
     last = filled == filled.max(axis=1, keepdims=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lanterne.backend.readers import (
     checkpoints,
@@ -16,6 +17,8 @@ from lanterne.backend.readers import (
     documents,
     flight_recorder,
     nccl,
+    plain_pickle,
+    pool,
     session,
     stacks,
     straggler,
@@ -29,6 +32,8 @@ from lanterne.causal.facts import Facts
 from lanterne.errors import UnreadableInput
 from lanterne.nouns import Report
 
+Progress = Callable[[int, int, str], None]
+"""Called with files read, files in all, and the name of the last one."""
 _Reader = tuple[Callable[[Source], bool], Callable[[Source, Gather], int]]
 
 _READERS: tuple[_Reader, ...] = (
@@ -73,8 +78,11 @@ def _one(source: Source, gather: Gather) -> int:
     raise UnreadableInput(source.name, "unknown kind of file", offset=0, do="see docs/readers.md for what is read")
 
 
-def read(paths: Sequence[Path]) -> Facts:
-    """Read files and folders of one job. Raises UnreadableInput only when nothing at all could be used."""
+def read(paths: Sequence[Path], *, workers: int = 1, progress: Progress | None = None) -> Facts:
+    """Read files and folders of one job. Raises UnreadableInput only when nothing at all could be used.
+
+    ``workers``: processes for many megabytes of logs (only where the main module may be imported again).
+    """
     gather = Gather()
     files = [p for p in walk([Path(p) for p in paths]) if not p.name.lower().startswith(_IGNORED)]
     dumps: list[flight_recorder.Dump] = []
@@ -82,14 +90,27 @@ def read(paths: Sequence[Path]) -> Facts:
     problems: list[UnreadableInput] = []
     sessions = session.folders(files)
     pieces = _checkpoints(files, gather)
-    for path in files:
-        if path in pieces or session.belongs(path, sessions):
-            continue
-        try:
-            _sort(path, gather, dumps, segments)
-        except UnreadableInput as error:
-            problems.append(error)
-            gather.gap(str(error))
+    left = [p for p in files if p not in pieces and not session.belongs(p, sessions)]
+    others: list[Source] = []
+    with plain_pickle.FastReader() as fast:
+        for done, path in enumerate(left):
+            try:
+                _sort(path, gather, dumps, segments, others, fast)
+            except UnreadableInput as error:
+                problems.append(error)
+            if progress and done % 16 == 0:
+                progress(0, len(left), f"sorting {len(left)} files")
+    at = len(left) - len(others)
+    for found, name in pool.each(_alone, others, workers):
+        at += 1
+        if isinstance(found, Gather):
+            gather.merge(found)
+        else:
+            problems.append(found)
+        if progress:
+            progress(at, len(left), name)
+    for problem in problems:
+        gather.gap(str(problem))
     if dumps:
         flight_recorder.add(dumps, gather)
     live = session.read(sessions, segments, gather)
@@ -98,7 +119,15 @@ def read(paths: Sequence[Path]) -> Facts:
     return _joined(live, gather)
 
 
-def _sort(path: Path, gather: Gather, dumps: list[flight_recorder.Dump], segments: list[Path]) -> None:
+def _sort(
+    path: Path,
+    gather: Gather,
+    dumps: list[flight_recorder.Dump],
+    segments: list[Path],
+    others: list[Source],
+    fast: plain_pickle.FastReader,
+) -> None:
+    """What needs its peers is kept for later; the rest is read one by one."""
     source = probe(path)
     if source.size == 0:
         gather.event("empty_file", ref=str(path), file_rank=source.rank)
@@ -106,11 +135,27 @@ def _sort(path: Path, gather: Gather, dumps: list[flight_recorder.Dump], segment
     elif session.is_segment(source):
         segments.append(path)
     elif flight_recorder.sniff(source):
-        dumps.append(flight_recorder.parse(source))
-    elif _one(source, gather):
-        gather.used += 1
+        dumps.append(flight_recorder.parse(source, fast))
     else:
-        gather.gap(f"{path}: nothing in it is known")
+        others.append(source)
+
+
+_FORMS: dict[bytes, Any] = {}
+"""Forms of log lines, for all files that this process reads; bounded by ``forms.FORMS_MAX``."""
+
+
+def _alone(source: Source) -> Gather | UnreadableInput:
+    """The facts of one file, or why it cannot be used."""
+    gather = Gather(forms=_FORMS)
+    try:
+        if _one(source, gather):
+            gather.used = 1
+        else:
+            gather.gap(f"{source.name}: nothing in it is known")
+    except UnreadableInput as error:
+        return error
+    gather.forms = {}
+    return gather
 
 
 def _checkpoints(files: Sequence[Path], gather: Gather) -> set[Path]:
@@ -156,8 +201,8 @@ def _nothing(paths: Sequence[Path], problems: Sequence[UnreadableInput]) -> Unre
     return UnreadableInput(where, why, do="see docs/readers.md for what is read")
 
 
-def diagnose_paths(paths: Sequence[Path]) -> Report:
+def diagnose_paths(paths: Sequence[Path], *, workers: int = 1, progress: Progress | None = None) -> Report:
     """Read and judge in one go: what ``lanterne diagnose`` and ``POST /api/v1/diagnose`` call."""
     from lanterne.backend.pipeline import judge
 
-    return judge(read(paths))
+    return judge(read(paths, workers=workers, progress=progress))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lanterne.backend.readers import metric_names, metrics, otlp
+from lanterne.backend.readers import metric_names, metrics, nccl, otlp
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, lines, read_all
 from lanterne.errors import UnreadableInput
@@ -101,9 +101,12 @@ def read_json_lines(source: Source, gather: Gather) -> int:
     """JSON lines of metrics, of OTLP exports, or of superbench's node diagnosis."""
     table = metrics.RowMetrics(gather, source.rank, source.name)
     others = 0
+    inspector = nccl.Inspector(gather, source.name)
     for row in _objects(source, gather):
         if otlp.is_otlp(row):
             others += otlp.add(row, gather, source.name)
+        elif nccl.is_inspector(row):
+            inspector.row(row)
         elif "Category" in row and "Defective Details" in row:
             others += _superbench(row, gather, source.name)
         else:
@@ -111,7 +114,7 @@ def read_json_lines(source: Source, gather: Gather) -> int:
     table.close()
     if table.found:
         gather.sources.add("metrics")
-    return table.found + others + len(table.keys)
+    return table.found + others + len(table.keys) + inspector.close()
 
 
 def _superbench(row: Mapping[str, Any], gather: Gather, where: str) -> int:
@@ -135,10 +138,10 @@ def read_json(source: Source, gather: Gather) -> int:
         raise UnreadableInput(
             source.name, f"not JSON: {error}", offset=getattr(error, "pos", -1), do="is the file complete?"
         ) from error
-    from lanterne.backend.readers import nccl
-
     if isinstance(value, list):
         items = [v for v in value if isinstance(v, dict)]
+        if items and nccl.is_inspector(items[0]):
+            return _inspected(source, gather, items)
         return _rows(source, gather, items)
     if not isinstance(value, dict):
         return 0
@@ -146,6 +149,8 @@ def read_json(source: Source, gather: Gather) -> int:
         return otlp.add(value, gather, source.name)
     if nccl.is_ras(value):
         return nccl.add_ras(value, gather, source.name)
+    if nccl.is_inspector(value):
+        return _inspected(source, gather, [value])
     history = value.get("log_history")
     if isinstance(history, list):  # Hugging Face trainer_state.json
         settings = {
@@ -164,6 +169,14 @@ def read_json(source: Source, gather: Gather) -> int:
     table = metrics.RowMetrics(gather, source.rank, source.name)
     table.row(value)
     return table.found + sum(1 for k in value if metric_names.key_of(str(k)) in metric_names.SETTING_KEYS)
+
+
+def _inspected(source: Source, gather: Gather, items: list[dict[str, Any]]) -> int:
+    inspector = nccl.Inspector(gather, source.name)
+    for row in items:
+        if nccl.is_inspector(row):
+            inspector.row(row)
+    return inspector.close()
 
 
 def _rows(source: Source, gather: Gather, items: list[dict[str, Any]]) -> int:

@@ -18,6 +18,8 @@ from lanterne.backend.readers.source import Source, read_all
 from lanterne.errors import UnreadableInput
 from lanterne.nouns import Collective
 
+CALLS_MAX, CALLS_EACH_MIN = 600_000, 64
+"""Calls kept over all dumps of a job: a hang is told by the last ones."""
 _BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "byte": 1, "char": 1, "bool": 1}
 _P2P = re.compile(r"\b(send|recv)\b\s*(\d+)\s*(?:->|<-)\s*(\d+)")
 _COUNT = re.compile(r"-?\d{1,18}")
@@ -43,15 +45,16 @@ def sniff(source: Source) -> bool:
     if head[:1] == b"\x80" and len(head) > 2 and head[1] <= 5:
         return any(key in head for key in (b"entries", b"pg_config", b"nccl_version", b"collective_seq_id"))
     text = head.lstrip()[:1] in (b"{", b"[")
-    keys = (b'"pg_config"', b'"pg_status"', b'"collective_seq_id"', b'"nccl_version"')
-    return text and any(key in head for key in keys) and b"traceEvents" not in head[:4096]
+    keys = (b'"pg_config"', b'"pg_status"', b'"collective_seq_id"', b'"record_id"')
+    known = any(key in head for key in keys) or (b'"nccl_version"' in head and b'"entries"' in head)
+    return text and known and b"traceEvents" not in head[:4096]
 
 
-def parse(source: Source) -> Dump:
+def parse(source: Source, fast: plain_pickle.FastReader | None = None) -> Dump:
     """Parse one dump. Raises UnreadableInput (file and offset) on content that is not one."""
     data = read_all(source)
     if data[:1] == b"\x80":
-        value = plain_pickle.loads(data, source.name)
+        value = (fast or plain_pickle).loads(data, source.name)
     else:
         try:
             value = json.loads(data)
@@ -208,6 +211,10 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
     """Put all dumps of one job into ``gather``; groups are named by rank set, whatever their local names."""
     infer_ranks(dumps, gather)
     seen = sorted(d.rank for d in dumps)
+    keep = max(CALLS_EACH_MIN, CALLS_MAX // max(1, len(dumps)))
+    cut = sum(len(d.entries) > keep for d in dumps)
+    if cut:
+        gather.gap(f"{cut} dumps hold more than {keep} calls: the last {keep} of each are used")
     for dump in dumps:
         gather.sources.add("flight_recorder")
         gather.ranks.add(dump.rank)
@@ -220,7 +227,7 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
             version=dump.version,
         )
         mixed: set[str] = set()
-        for number, entry in enumerate(dump.entries):
+        for number, entry in enumerate(dump.entries[-keep:], max(0, len(dump.entries) - keep)):
             local = _group_of(entry)
             if local not in names and len(names) == 1:  # gloo leaves the name in pg_config empty
                 names[local] = next(iter(names.values()))

@@ -32,7 +32,7 @@ NCCL = re.compile(r"^(?:\[[\d: .T-]+\] )?(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?
 _HOST_PREFIX = re.compile(r"^\s*\[?(?P<host>(?:node|gpu|host|worker|ip|compute|dgx|hgx)[\w.-]*\d)[\]:|]\s")
 _SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
 TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
-GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
+GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 EXCEPTION = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
 )
@@ -120,6 +120,10 @@ def _speaker(form: Form, text: str) -> None:
         found = prefix.match(text)
         if found:
             form.rank, form.said = found.span("rank"), found.end()
+            inner = _PREFIXES[0].match(text[form.said :])  # [default0]:[rank12]: says both, and local rank 0 is no rank
+            if inner:
+                form.rank = (form.said + inner.start("rank"), form.said + inner.end("rank"))
+                form.said += inner.end()
             return
     nccl = NCCL.match(text)
     if nccl:

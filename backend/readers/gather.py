@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,31 @@ class Gather:
         if rank != NO_RANK:
             self.ranks.add(rank)
         self.samples.setdefault(name, {})[(step, rank)] = value
+
+    def merge(self, other: Gather) -> None:
+        """Take over what another bag holds (of a file that was read apart)."""
+        for fact in other.events:
+            self.add(fact)
+        room = max(0, SAMPLES_MAX - self.sampled)
+        for name, points in other.samples.items():
+            if len(points) > room:
+                self.dropped += len(points) - room
+                points = dict(islice(points.items(), room))
+            self.samples.setdefault(name, {}).update(points)
+            self.sampled += len(points)
+            room -= len(points)
+        self.job = self.job if other.job == "offline" else other.job
+        self.attempt = max(self.attempt, other.attempt)
+        self.collectives += other.collectives
+        self.groups.update(other.groups)
+        for rank, place in other.places.items():
+            self.place(rank, host=place.host, device=place.device, mesh=place.mesh)
+        self.sources |= other.sources
+        self.ranks |= other.ranks
+        self.expected = max(self.expected, other.expected)
+        self.notes += other.notes
+        self.dropped += other.dropped
+        self.used += other.used
 
     def group(self, ranks: tuple[int, ...]) -> str:
         """Register a process group by its rank set and return its name."""

@@ -24,6 +24,10 @@ FIRST_MAX, LAST_MAX = 400, 40
 """Facts of one sentence from one speaker: this many of the first and of the last; what lies between is counted."""
 
 
+_Later = tuple[patterns.Pattern, int, int, str, str, bytes]
+"""A sentence kept for the end of the file: pattern, rank, step, ref, line, the line that last had a time."""
+
+
 @dataclass
 class _Speaker:
     """What a log has said for one rank (or for nobody in particular)."""
@@ -32,7 +36,7 @@ class _Speaker:
     last: tuple[int, bytes, bytes] = (0, b"", b"")  # number, line, the line that last had a time
     step: int = NO_STEP
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    later: dict[str, deque[FactEvent]] = field(default_factory=dict)
+    later: dict[str, deque[_Later]] = field(default_factory=dict)
 
 
 class TextReader:
@@ -111,16 +115,22 @@ class TextReader:
         if form.traceback or form.exception:
             self._exception(said, rank, step, ref)
         for pattern in form.sentences:
-            attributes = patterns.captured(pattern, said[: patterns.LINE_CHARS_MAX])
-            if attributes is not None:
-                self._fact(pattern.event, attributes, rank, step, ref, said)
+            if speaker.counts[pattern.event] >= FIRST_MAX:
+                later = speaker.later.setdefault(pattern.name, deque(maxlen=LAST_MAX))
+                later.append((pattern, rank, step, ref, said, self.stamp))
+            else:
+                self._sentence(pattern, rank, step, ref, said)
+
+    def _sentence(self, pattern: patterns.Pattern, rank: int, step: int, ref: str, said: str) -> None:
+        attributes = patterns.captured(pattern, said[: patterns.LINE_CHARS_MAX])
+        if attributes is not None:
+            self._fact(pattern.event, attributes, rank, step, ref, said)
 
     def _close_speakers(self) -> None:
         """The last facts of chatty sentences, and each rank's last line."""
-        for speaker in self.speakers.values():
-            for facts in speaker.later.values():
-                for fact in facts:
-                    self.gather.add(fact)
+        for later in [q for speaker in self.speakers.values() for q in speaker.later.values()]:
+            for pattern, rank, step, ref, said, self.stamp in later:
+                self._sentence(pattern, rank, step, ref, said)
         if not (self.found or self.table.found or self.source.rank != NO_RANK):
             return
         for rank, speaker in self.speakers.items():
@@ -272,20 +282,20 @@ class TextReader:
         speaker.counts[event] += 1
         self.found += 1
         plain = {k: v for k, v in attributes.items() if isinstance(v, (str, int, float, bool)) and k not in _RESERVED}
-        fact = FactEvent(
-            name=f"log.{event}",
-            rank=rank,
-            step=step,
-            job_ns=self._now(),
-            host=self.host,
-            attributes=plain,
-            body=said.strip()[:1000],
-            ref=ref,
+        if speaker.counts[event] > FIRST_MAX + LAST_MAX:
+            return
+        self.gather.add(
+            FactEvent(
+                name=f"log.{event}",
+                rank=rank,
+                step=step,
+                job_ns=self._now(),
+                host=self.host,
+                attributes=plain,
+                body=said.strip()[:1000],
+                ref=ref,
+            )
         )
-        if speaker.counts[event] <= FIRST_MAX:
-            self.gather.add(fact)
-        else:
-            speaker.later.setdefault(event, deque(maxlen=LAST_MAX)).append(fact)
 
 
 _RESERVED = frozenset({"name", "rank", "step", "at_ns", "host", "body", "ref"})
