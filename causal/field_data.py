@@ -94,6 +94,9 @@ def _equal_losses(facts: Facts) -> list[Cause]:
     if len(rows) < EQUAL_STEPS_MIN or len(rows) <= 0.5 * len(table):
         return []
     spread = np.nanmax(rows, axis=1) - np.nanmin(rows, axis=1)
+    known = rows[np.isfinite(rows)]
+    if float(np.mean(np.round(known, 4) == known)) > 0.5:
+        return []  # printed with few digits: the usual log of a reduced loss
     moving = float(np.nanstd(rows[:, 0])) > 0 if np.isfinite(rows[:, 0]).any() else True
     if not moving or float(np.mean(spread == 0.0)) <= 0.95:
         return []

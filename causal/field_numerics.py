@@ -322,7 +322,8 @@ def _diverges(facts: Facts) -> list[Cause]:
     if len(x) < 40:
         return []
     blocks = np.array([np.median(b) for b in np.array_split(x, 20)])
-    low = int(np.argmin(blocks))
+    noise = float(np.median(np.abs(np.diff(x))))
+    low = int(np.flatnonzero(blocks <= blocks.min() + 2 * noise)[-1])  # the turn, not a dip before it
     climb = blocks[low:]
     steady = len(climb) >= 4 and float(np.mean(np.diff(climb) > 0)) >= 0.75
     if not steady or low == 0 or blocks[-1] < 1.2 * blocks[low] or blocks[-1] <= blocks[0]:
