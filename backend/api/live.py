@@ -31,7 +31,7 @@ async def clock(context: Ctx, request: Request) -> dict[str, int]:
     return {"received_ns": int(request.scope["lanterne.received_ns"]), "sent_ns": context.clock.unix_ns()}
 
 
-@router.get("/events/stream")
+@router.get("/events/stream", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
 async def stream(
     context: Ctx, who: Who, job: Annotated[str, Query(pattern=r"^[A-Za-z0-9._:-]{0,128}$")] = ""
 ) -> StreamingResponse:

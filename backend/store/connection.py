@@ -11,6 +11,7 @@ from pathlib import Path
 
 import duckdb
 
+from lanterne.backend.store.folders import make_folder
 from lanterne.errors import StoreUnavailable
 
 _POSITION = re.compile(r"entry at byte position (\d+)")
@@ -30,7 +31,7 @@ def connect(file: Path, *, memory_limit: str, threads: int = 2, folders: Sequenc
     A damaged log is moved aside under a dated name; its sound beginning is replayed.
     Raises :class:`StoreUnavailable` when the file is held by another process or cannot be used.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     recovered = ""
     try:
         connection = _connect(file, memory_limit, threads)
@@ -43,7 +44,7 @@ def connect(file: Path, *, memory_limit: str, threads: int = 2, folders: Sequenc
         except duckdb.Error as again:
             raise StoreUnavailable(_explain(file, again)) from again
     for folder in folders:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
     quoted = ", ".join("'" + str(folder.absolute()).replace("'", "''") + "/'" for folder in folders)
     connection.execute(f"SET allowed_directories = [{quoted}]")
     connection.execute("SET enable_external_access = false")

@@ -7,7 +7,6 @@ writers queue at the start of their transaction instead of failing at its end.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from lanterne.backend.store.folders import make_private_file
 from lanterne.clock import Clock, SystemClock
 from lanterne.errors import StoreUnavailable
 
@@ -29,9 +29,7 @@ def engine_of(url: str) -> Engine:
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         if parsed.database:
-            file = Path(parsed.database)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+            make_private_file(Path(parsed.database))
         engine = create_engine(parsed)
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)

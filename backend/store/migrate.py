@@ -17,9 +17,11 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect
+from sqlalchemy.exc import DBAPIError
 
 from lanterne.backend.store.control import control_url
 from lanterne.backend.store.database import engine_of
+from lanterne.backend.store.folders import make_folder
 from lanterne.errors import StoreUnavailable
 from lanterne.settings import ServerSettings
 
@@ -66,6 +68,8 @@ def _control(url: str, act: Callable[[Config], None]) -> None:
             config.attributes["connection"] = connection
             act(config)
             connection.commit()
+    except DBAPIError as error:
+        raise StoreUnavailable(f"control database: {error.orig}") from error
     finally:
         engine.dispose()
 
@@ -132,7 +136,7 @@ def migrate_events(connection: Any, revision: str = "head", *, direction: str = 
 
 def _on_events(settings: ServerSettings, revision: str, direction: str) -> None:
     file = events_file(settings)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     try:
         with duckdb.connect(str(file)) as connection:
             migrate_events(connection, revision, direction=direction)

@@ -130,10 +130,14 @@ class Keeper:
         self._shrink()
 
     def _shrink(self) -> None:
+        """Drop the oldest days that together are as large as what is too much; the database itself does not shrink."""
         bound = self._settings.retention_bytes
-        while bound and bytes_used(self._store) > bound:
-            days = sorted({f.stem.rsplit("-", 1)[1] for s in SIGNALS for f in tiered_files(self._store.tier, s)})
-            if not days:
+        excess = bytes_used(self._store) - bound if bound else 0
+        while excess > 0:
+            files = [f for s in SIGNALS for f in tiered_files(self._store.tier, s)]
+            if not files:
                 return
-            after = datetime.strptime(days[0], "%Y%m%d").replace(tzinfo=UTC).timestamp() * 1e9 + DAY_NS
+            first = min(f.stem.rsplit("-", 1)[1] for f in files)
+            excess -= sum(f.stat().st_size for f in files if f.stem.endswith(first))
+            after = datetime.strptime(first, "%Y%m%d").replace(tzinfo=UTC).timestamp() * 1e9 + DAY_NS
             drop_before(self._store, int(after))

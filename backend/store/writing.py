@@ -29,7 +29,7 @@ SELECT job, attempt, unnest(['lateness_ms', 'wait_ms', 'transfer_ms']), rank, st
 FROM incoming WHERE step >= 0 GROUP BY job, attempt, rank, step
 """
 _IN_DOUBT = """
-SELECT DISTINCT t.job, t.attempt, t.rank, t.sequence FROM {signal} t
+SELECT DISTINCT t.job, t.attempt, t.rank, t.sequence FROM {signal}_history t
 JOIN incoming d ON t.job = d.job AND t.attempt = d.attempt AND t.rank = d.rank
 WHERE t.sequence BETWEEN d.low AND d.high
 """
@@ -129,7 +129,8 @@ class Writing:
         return stretches
 
     def _load(self, signal: str, job: str) -> None:
-        query = f"SELECT attempt, rank, max(sequence) FROM {signal} WHERE job = ? AND sequence >= 0 GROUP BY ALL"
+        table = f"{signal}_history"  # days that have moved to Parquet count too
+        query = f"SELECT attempt, rank, max(sequence) FROM {table} WHERE job = ? AND sequence >= 0 GROUP BY ALL"
         self._marks.load(signal, job, self.cursor.execute(query, [job]).fetchall())
 
     def _sift(self, signal: str, doubtful: Sequence[_Stretch], duplicates: list[int]) -> list[pa.Table]:

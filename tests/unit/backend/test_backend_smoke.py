@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import resource
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -80,6 +84,25 @@ def test_an_uploaded_log_is_diagnosed_under_a_hostile_name(place: tuple[httpx.Cl
         assert "out_of_memory" in answer.text
         assert "/tmp/" not in answer.text
         assert answer.json()["schema"] == "lanterne.report/1"
+
+
+def test_12_archives_are_never_unpacked(place: tuple[httpx.Client, int], tmp_path: Path) -> None:
+    """Names that climb out of a folder, and 256 MiB in 256 KiB: both are read by the directory of the archive."""
+    client, _ = place
+    packed = io.BytesIO()
+    target = tmp_path / "escaped.log"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in (f"../../../../../..{target}", str(target), "archive/data.pkl"):
+            archive.writestr(name, b"os\nsystem\n(S'touch escaped'\ntR.")
+        with archive.open("archive/data/0", "w", force_zip64=True) as entry:
+            for _ in range(256):
+                entry.write(bytes(1 << 20))
+    assert len(packed.getvalue()) < 2 << 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = client.post("/api/v1/diagnose", files={"files": ("step-9.pt", packed.getvalue())}, timeout=120)
+    assert answer.status_code in (200, 400, 422), answer.text
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 192 << 10  # KiB
+    assert not target.exists()
 
 
 def test_steps_are_told_to_listeners(place: tuple[httpx.Client, int]) -> None:

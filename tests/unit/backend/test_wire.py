@@ -5,19 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import random
 import struct
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import zstandard
 from backend_rows import PROTOBUF, bodies, events, identity, serving
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+from otlp_bodies import body, damaged
 
 from lanterne import limits, wire
 from lanterne.backend.ingest.body import BodyRefused, inflate
@@ -340,3 +344,47 @@ def test_13_paths_in_ids_open_nothing(server: httpx.Client, job: str) -> None:
 
 def test_span_ids_are_of_rank_and_sequence() -> None:
     assert struct.unpack(">iI", wire.span_id(-1, 2**33 + 5)) == (-1, 5)
+
+
+# --- many hostile bodies at a server ---
+
+
+def hostile(rng: random.Random) -> tuple[str, dict[str, str], bytes]:
+    """A route, headers and a body of a sender that means no good, or whose memory is broken."""
+    signal = rng.choice(sorted(SIGNALS))
+    raw = rng.choice((lambda: body(signal, rng), lambda: damaged(body(signal, rng), rng), lambda: rng.randbytes(200)))()
+    kind = rng.choice((PROTOBUF, PROTOBUF, PROTOBUF, JSON))
+    if kind is JSON:
+        raw = rng.choice((raw, b'{"resourceSpans":' + b"[" * rng.randrange(3_000), b'{"resourceLogs":[{"a":1e999}]}'))
+    encoding = rng.choice(("", "", "gzip", "zstd", "br"))
+    if encoding == "gzip":
+        raw = gzip.compress(raw, 1)
+    elif encoding == "zstd":
+        raw = zstandard.ZstdCompressor().compress(raw)
+    if encoding and rng.random() < 0.3:
+        raw = damaged(raw, rng)
+    return f"/v1/{signal}", {**kind, "content-encoding": encoding}, raw
+
+
+def bombard(client: httpx.Client, rng: random.Random, count: int) -> Counter[int]:
+    """How often each status came."""
+    return Counter(client.post(p, content=c, headers=h).status_code for p, h, c in (hostile(rng) for _ in range(count)))
+
+
+def test_10_hostile_bodies_give_no_error_of_the_server(server: httpx.Client) -> None:
+    found = bombard(server, random.Random(5), 300)
+    assert set(found) <= {200, 400, 413, 415, 429}, found
+    assert min(found[200], found[400]) > 30, found
+    assert server.get("/readyz").status_code == 200
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(7200)
+def test_10_a_hundred_thousand_hostile_bodies_and_no_growth(server: httpx.Client) -> None:
+    memory = psutil.Process().memory_info
+    bombard(server, random.Random(6), 5_000)
+    before, found = memory().rss, Counter[int]()
+    for n in range(19):
+        found += bombard(server, random.Random(100 + n), 5_000)
+    assert set(found) <= {200, 400, 413, 415, 429}, found
+    assert memory().rss - before < 256 << 20, f"grew by {memory().rss - before} bytes: {found}"
