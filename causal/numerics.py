@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lanterne.causal import stats
-from lanterne.causal.facts import FactEvent
+from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame, slim
 from lanterne.causal.liveness import live
@@ -85,13 +85,30 @@ def _first_nonfinite(frame: Frame) -> tuple[int, list[int], str]:
             continue
         ever = np.logical_or.accumulate(np.isfinite(x), 0)
         gone = ever & np.isinf(x)
-        if not live(frame.facts):  # there a value that is missing at the end is one that was not received yet
+        if _from_files(frame.facts):  # a log that ends early lacks values, and readers tell the non-finite ones
+            gone |= _told(frame, name)
+        elif not live(frame.facts):  # there a value that is missing at the end is one that was not received yet
             gone |= ever & ~np.isfinite(x) & _lasting(x)
         if gone.any():
             row = int(gone.any(1).argmax())
             if best[0] < 0 or row < best[0]:
                 best = row, [int(frame.ranks[c]) for c in np.flatnonzero(gone[row])], name
     return best
+
+
+def _from_files(facts: Facts) -> bool:
+    """Trainer files of a job that is over, and no session of our own among them."""
+    return bool({"log", "metrics"} & set(facts.sources)) and not {"live", "simulator", "spool"} & set(facts.sources)
+
+
+def _told(frame: Frame, name: str) -> Bools:
+    """Where a file said NaN or inf itself."""
+    said = np.zeros((len(frame.facts.steps), len(frame.ranks)), bool)
+    for e in frame.facts.events:
+        if e.name == "nonfinite_sample" and e.attributes.get("series") == name:
+            rows = np.flatnonzero(frame.facts.steps == e.step)
+            said[rows, frame.ranks.index(e.rank) if e.rank in frame.ranks else 0] = True
+    return said
 
 
 def _lasting(x: Floats) -> Bools:

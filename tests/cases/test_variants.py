@@ -225,3 +225,23 @@ def test_a_json_array_of_rows_still_counts(tmp_path: Path) -> None:
     rows = [{"step": i, "loss": 3 - 0.01 * i if i < 60 else float("nan")} for i in range(80)]
     (tmp_path / "history.json").write_text(json.dumps(rows))
     assert first(judge(tmp_path)).category == "nonfinite_values"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "log"])
+def test_a_file_that_ends_early_is_no_nan(tmp_path: Path, suffix: str) -> None:
+    for rank in range(4):
+        rows = [{**_row(rank, i), "grad_norm": 1.0} for i in range(120 if rank != 2 else 90)]
+        lines = (f"step {r['step']} loss {r['loss']}" for r in rows)
+        text = "\n".join(map(json.dumps, rows) if suffix == "jsonl" else lines)
+        (tmp_path / f"rank{rank}.{suffix}").write_text(text + "\n")
+    assert "nonfinite_values" not in categories(judge(tmp_path))
+
+
+def test_a_rank_that_says_nan_is_named(tmp_path: Path) -> None:
+    for rank in range(4):
+        rows = [
+            {**_row(rank, i), "loss": float("nan") if i >= 100 - (rank == 1) else 2.0 + 1 / (i + 1)} for i in range(120)
+        ]
+        metrics_file(tmp_path / f"rank{rank}.jsonl", rows)
+    cause = first(judge(tmp_path))
+    assert (cause.category, cause.subject.rank, cause.since_step) == ("nonfinite_values", 1, 99)
