@@ -47,42 +47,53 @@ class Trace(Protocol):
     def steps(self) -> Mapping[int, tuple[float, float]]: ...
     @property
     def calls(self) -> Sequence[TraceCall]: ...
+    @property
+    def graph_launches(self) -> int: ...
 
 
 def collectives(trace: Trace) -> list[Collective]:
     """Device calls of one trace in its own clock (Unix ns where the profiler used it). A group whose ranks the trace
     does not say is told by the operation alone."""
-    by_group: dict[str, tuple[list[TraceCall], list[TraceCall]]] = {}
-    for call in trace.calls:
-        host, device = by_group.setdefault(_group(trace, call), ([], []))
-        (device if call.where == "device" else host).append(call)
-    edges = sorted((start, number) for number, (start, _) in trace.steps.items())
     found: list[Collective] = []
-    for group, (host, device) in by_group.items():
-        device.sort(key=lambda c: c.ts_us)
-        host.sort(key=lambda c: c.ts_us)
+    for group, (host, device) in by_group(trace).items():
         asked = host if len(host) == len(device) else device  # else some were replayed, or cut off
-        count: dict[int, int] = {}
-        for call, at in zip(device, asked, strict=True):
-            step = _step(edges, at.ts_us)
-            number = count[step] = count.get(step, -1) + 1
-            found.append(
-                Collective(
-                    rank=max(trace.rank, 0), group=group, sequence=(step + 1) * PER_STEP + number, op=_op(call.name),
-                    step=step, bytes=at.elements or call.elements, dtype=at.dtype or call.dtype,
-                    entered_ns=max(1, round(call.ts_us * 1e3)), completed_ns=round((call.ts_us + call.dur_us) * 1e3),
-                )
-            )  # fmt: skip
+        found += from_device(trace, group, list(zip(asked, device, strict=True)))
+    return found
+
+
+def by_group(trace: Trace) -> dict[str, tuple[list[TraceCall], list[TraceCall]]]:
+    """(host calls, device calls) of each group, in order of time."""
+    found: dict[str, tuple[list[TraceCall], list[TraceCall]]] = {}
+    for call in sorted(trace.calls, key=lambda c: c.ts_us):
+        found.setdefault(_group(trace, call), ([], []))[call.where == "device"].append(call)
+    return found
+
+
+def from_device(trace: Trace, group: str, pairs: Sequence[tuple[TraceCall, TraceCall]]) -> list[Collective]:
+    """Collectives of (host call, its kernel), numbered within the step in which the host made the call."""
+    edges = sorted((start, number) for number, (start, _) in trace.steps.items())
+    count: dict[int, int] = {}
+    found = []
+    for asked, call in pairs:
+        step = _step(edges, asked.ts_us)
+        number = count[step] = count.get(step, -1) + 1
+        found.append(
+            Collective(
+                rank=max(trace.rank, 0), group=group, sequence=(step + 1) * PER_STEP + number, op=_op(call.name),
+                step=step, bytes=asked.elements or call.elements, dtype=asked.dtype or call.dtype,
+                entered_ns=max(1, round(call.ts_us * 1e3)), completed_ns=round((call.ts_us + call.dur_us) * 1e3),
+            )
+        )  # fmt: skip
     return found
 
 
 def _group(trace: Trace, call: TraceCall) -> str:
     ranks = trace.groups.get(call.group)
-    return group_name(ranks) if ranks else f"?{call.group or _family(call.name)}"
+    return group_name(ranks) if ranks else f"?{call.group or family(call.name)}"
 
 
-def _family(name: str) -> str:
-    """``SendRecv`` is what all_to_all looks like on the device; without metadata there is one stream of each kind."""
+def family(name: str) -> str:
+    """One word for an operation on host, device and in records; ``SendRecv`` is what all_to_all is on the device."""
     op = _op(name)
     return "sendrecv" if op in {"sendrecv", "alltoall"} else op
 

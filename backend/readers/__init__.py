@@ -16,6 +16,7 @@ from lanterne.backend.readers import (
     devices,
     documents,
     flight_recorder,
+    fusion,
     nccl,
     plain_pickle,
     pool,
@@ -176,7 +177,7 @@ def _checkpoints(files: Sequence[Path], gather: Gather) -> set[Path]:
 
 def _joined(live: Facts | None, gather: Gather) -> Facts:
     """Facts of our own session come first; logs, dumps and files beside it add their events."""
-    facts = gather.facts()
+    facts = fusion.fused(gather.facts(), gather)
     if live is None:
         return facts
     notes = (*live.quality.notes, *facts.quality.notes)

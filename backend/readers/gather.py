@@ -14,6 +14,7 @@ from lanterne.nouns import NO_RANK, NO_STEP, AttributeValue, Collective, Quality
 
 CELLS_MAX = 8_000_000
 EVENTS_MAX = 500_000
+TRACE_CALLS_MAX = 2_000_000
 SAMPLES_MAX = 4_000_000
 
 
@@ -36,6 +37,7 @@ class Gather:
     used: int = 0  # files that gave at least one fact
     sampled: int = 0
     notes_seen: set[str] = field(default_factory=set)
+    traces: list[Any] = field(default_factory=list)  # profiler traces to compare, see lanterne.backend.readers.fusion
     forms: dict[bytes, Any] = field(default_factory=dict)  # of text lines, see lanterne.backend.readers.forms
 
     def event(
@@ -126,6 +128,17 @@ class Gather:
     def gap(self, note: str) -> None:
         """A file or a part of one that could not be used: shown under the verdict."""
         self.notes.append(note)
+
+    def trace(self, trace: Any) -> None:
+        """Remember a profiler trace to be compared with the others (:mod:`lanterne.backend.readers.fusion`)."""
+        held = sum(len(other.calls) for other in self.traces)
+        if trace.rank < 0 or any(other.rank == trace.rank for other in self.traces):
+            if trace.calls:
+                self.gap(f"rank {trace.rank}: the calls of a trace are not compared: no rank, or a second trace of it")
+        elif held + len(trace.calls) > TRACE_CALLS_MAX:
+            self.gap(f"rank {trace.rank}: its calls are not compared: more than {TRACE_CALLS_MAX} in all traces")
+        else:
+            self.traces.append(trace)
 
     def _series(self, ranks: tuple[int, ...]) -> tuple[IntArray, dict[str, FloatArray]]:
         steps = sorted({step for points in self.samples.values() for step, _ in points})

@@ -56,6 +56,7 @@ class Trace:
     dropped: int = 0
     cut_at: int = -1
     host: str = ""
+    graph_launches: int = 0
 
 
 def sniff(source: Source) -> bool:
@@ -163,6 +164,9 @@ def _take(event: Mapping[str, Any], trace: Trace) -> None:
         if category in ("", "user_annotation", "cpu_op", "gpu_user_annotation") and int(step[1]) not in trace.steps:
             trace.steps[int(step[1])] = (ts, dur)
         return
+    if name == "cudaGraphLaunch":
+        trace.graph_launches += 1
+        return
     kernel = category.lower() == "kernel"
     if kernel:
         trace.kernel_us += dur
@@ -244,6 +248,7 @@ def read(source: Source, gather: Gather) -> int:
         backend=trace.backend,
     )
     gather.place(rank, host=trace.host)
+    gather.trace(trace)
     gather.dropped += trace.dropped
     if trace.cut_at >= 0:
         gather.gap(f"{source.name} at character {trace.cut_at}: the trace is cut off; {trace.events} events are used")
