@@ -108,6 +108,8 @@ class Gather:
         self.ranks |= other.ranks
         self.expected = max(self.expected, other.expected)
         self.notes += other.notes
+        for trace in other.traces:
+            self.trace(trace)
         self.dropped += other.dropped
         self.used += other.used
 
