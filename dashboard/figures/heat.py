@@ -75,8 +75,10 @@ def heatmap(answer: Mapping[str, Any], marks: Sequence[Mapping[str, Any]] = ()) 
     Cells are the maximum of what they stand for, so one bad rank in a thousand stays a line.
     """
     values = matrix(answer)
-    if not values.size:
-        return nothing("no steps with this metric yet")
+    if not np.isfinite(values).any():
+        metric = str(answer.get("metric"))
+        needs = "; it takes collectives" if metric in {"lateness_ms", "wait_ms"} else ""
+        return nothing(f"no {TITLES.get(metric, metric)} was measured yet{needs}")
     steps, ranks = list(answer["steps"]), list(answer["ranks"])
     low, high = limits(values)
     unit = safe(answer.get("unit") or "ms", 16)

@@ -61,9 +61,12 @@ def test_the_scale_is_never_empty(values: list[list[float | None]]) -> None:
 
 
 def test_an_empty_heat_map_says_so() -> None:
+    blank = heat.heatmap({"metric": "wait_ms", "unit": "ms", "ranks": [0], "steps": [0], "values": [[None]]})
+    assert blank["data"] == []
+    assert "it takes collectives" in blank["layout"]["annotations"][0]["text"]
     figure = heat.heatmap({"metric": "x", "unit": "ms", "ranks": [], "steps": [], "values": []})
     assert figure["data"] == []
-    assert "no steps" in figure["layout"]["annotations"][0]["text"]
+    assert "no x was measured yet" in figure["layout"]["annotations"][0]["text"]
 
 
 def test_marks_outside_the_window_are_left_out() -> None:
