@@ -147,22 +147,22 @@ def baro(table: Mapping[str, Floats], onset: int) -> dict[str, float]:
 
 
 def traversal(table: Mapping[str, Floats], onset: int, edges: Sequence[tuple[str, str]], symptom: str) -> list[str]:
-    """Walk the known call graph upstream from the symptom over anomalous entities (BARO > 3); the deepest first."""
-    scores: dict[str, float] = {}
-    for name, score in baro(table, onset).items():
-        scores[entity_of(name)] = max(scores.get(entity_of(name), 0.0), score)
+    """Walk the known call graph from the symptom to callees that are anomalous (N-sigma > 3 in the symptom's own
+    metric, the best of the variants tried); those without an anomalous callee come first."""
+    kind = symptom.split("|", 1)[-1]
+    scores = dict.fromkeys(map(entity_of, table), 0.0)
+    for name, score in n_sigma(table, onset).items():
+        if name.split("|", 1)[-1] == kind:
+            scores[entity_of(name)] = score
     graph = nx.DiGraph(edges)
-    start = entity_of(symptom)
-    seen, frontier, depth = {start}, [start], {start: 0}
+    seen, frontier = {entity_of(symptom)}, [entity_of(symptom)]
     while frontier:
         node = frontier.pop(0)
-        for cause in graph.predecessors(node) if node in graph else ():
-            if cause not in seen and scores.get(cause, 0.0) > 3.0:
-                seen.add(cause)
-                depth[cause] = depth[node] + 1
-                frontier.append(cause)
-    leaf = {n: not any(c in seen for c in graph.predecessors(n)) for n in seen if n in graph}
-    return sorted(scores, key=lambda e: (e not in seen, not leaf.get(e, False), -scores[e], e))
+        found = [c for c in graph.predecessors(node) if scores.get(c, 0.0) > 3.0] if node in graph else []
+        frontier += [c for c in found if c not in seen]
+        seen.update(found)
+    leaf = {n for n in seen if n in graph and not seen & set(graph.predecessors(n))}
+    return sorted(scores, key=lambda e: (e not in seen, e not in leaf, -scores[e], e))
 
 
 TABLE_BASELINES: dict[str, Callable[[Mapping[str, Floats], int, Sequence[tuple[str, str]], str], list[str]]] = {

@@ -123,12 +123,13 @@ def dead_streams(found: Mapping[str, View]) -> dict[int, tuple[str, int, int]]:
     """Ranks that show calls as pending which all other members, being in them too, have completed."""
     lag: dict[int, list[tuple[int, str, int]]] = defaultdict(list)
     for view in found.values():
+        far = sorted(((view.completed[m], m) for m in view.members if m in view.completed), reverse=True)[:2]
         for rank in view.calls:
             first = view.pending(rank)
-            others = [view.completed.get(m, -1) for m in view.members if m != rank and m in view.completed]
+            others = [completed for completed, member in far if member != rank]
             if first is None or not others or not symmetric(first.op):
                 continue
-            behind = max(others) - first.sequence + 1
+            behind = others[0] - first.sequence + 1
             if behind > 0:
                 lag[rank].append((behind, view.group, first.sequence))
     dead = {}
