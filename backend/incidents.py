@@ -52,8 +52,6 @@ FOLLOW_STEPS = 3
 QUIET_STEPS: Mapping[str, int] = {"timing": 60, "numerics": 200, "memory": 200, "storage": 200, "replicas": 200}
 """Steps without a sign after which an incident counts as over; liveness ends when the job moves on."""
 STOPPED = frozenset({"crash", "out_of_memory"})
-SETTLE_STEPS = 60
-"""How long after a verified remedy an old sign may still show: a window of 50 steps remembers the trouble."""
 CONFIRM = 3
 """Evaluations in a row that must miss an incident before it is dismissed as not confirmed."""
 FOLDED = "folded"
@@ -285,8 +283,7 @@ def _renewed(facts: Facts, case: Case, members: Sequence[Anomaly], now_ns: int) 
     worse = min(was.severity, top.severity)
     status = was.status
     unconfirmed = status is IncidentStatus.DISMISSED and case.missed >= CONFIRM  # not by a person: seen again after all
-    mended = _remedied_step(facts, case)
-    lasting = not _over(facts, members) if mended is None else any(a.last_step > mended + SETTLE_STEPS for a in members)
+    lasting = _remedied_step(facts, case) is None and not _over(facts, members)
     if unconfirmed or (status is IncidentStatus.RESOLVED and lasting):
         status = IncidentStatus.DIAGNOSED if was.causes else IncidentStatus.OPEN
     return _aged(

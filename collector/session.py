@@ -298,6 +298,13 @@ class Session:
             if before < 0:
                 recorder.leave(index, began)
 
+    def adopt(self, scaler: Any, start_step: int) -> None:
+        """What a script's own ``attach`` knows, where ``lanterne run`` has attached this process before it."""
+        self.scaler = self.scaler if scaler is None else scaler
+        if self.enabled and start_step and self.recorder.step == self._first_step:
+            self._first_step = start_step
+            self.recorder.begin_at(start_step)
+
     def on_step_boundary(self, call: Callable[[int], None], /) -> None:
         """Call ``call(step)`` at each step boundary, on the training thread, with the step that begins."""
         if self.enabled:
@@ -414,6 +421,7 @@ def attach(
     global _session
     with _lock:
         if _session is not None and not _session.closed and _session._pid == os.getpid():
+            _session.adopt(scaler, start_step)
             return _session
         found = load(CollectorSettings, endpoint=endpoint, job=job, **settings)
         session = Session(

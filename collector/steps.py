@@ -96,6 +96,11 @@ class Recorder:
         self._errors = 0
         self.progress(first_step, self.ids[OTHER], self.began, self.began)
 
+    def begin_at(self, step: int) -> None:
+        """Count from ``step`` on: a script that resumes says so after the launcher has attached it."""
+        self.step = self._cpu_step = self._cpu_due = self.values.step = step
+        self.tell_step(step)
+
     # --- phases -----------------------------------------------------------------------------------
 
     def enter(self, phase: int) -> int:
