@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, lines
 from lanterne.causal.field_device import THERMAL_MASK
+from lanterne.errors import UnreadableInput
 
 DEVICES_MAX, SAMPLES_MAX = 4_096, 100_000
 _UNIT = re.compile(r"\s*\[[^\]]*\]\s*$")
@@ -54,9 +55,7 @@ def read_smi(source: Source, gather: Gather) -> int:
     """Rows of devices over time; the answer is how many rows were known."""
     names = _header(source)
     devices: dict[str, _Device] = {}
-    text = (line for _, line in lines(source))
-    next(text, None)
-    for number, cells in enumerate(csv.reader(text), 2):
+    for number, cells in _cells(source):
         row = dict(zip(names, (c.strip() for c in cells), strict=False))
         key = next((row[k] for k in _KEYS if row.get(k)), "")
         if not key or len(row) < len(names) or key in _KEYS:
@@ -65,6 +64,17 @@ def read_smi(source: Source, gather: Gather) -> int:
         state.samples += 1
         _smi_row(state, row, f"{source.name}:{number}")
     return _close(devices, gather, source)
+
+
+def _cells(source: Source) -> Iterator[tuple[int, list[str]]]:
+    """Line number and cells of every row below the header."""
+    reader = csv.reader(line for _, line in lines(source))
+    try:
+        next(reader, None)
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise UnreadableInput(source.name, f"line {reader.line_num}: not CSV: {error}") from error
 
 
 def _state(devices: dict[str, _Device], key: str) -> _Device:

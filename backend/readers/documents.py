@@ -74,11 +74,18 @@ def read_csv(source: Source, gather: Gather) -> int:
     """A metrics table with one row a step (and, maybe, a rank column or ``loss_rank3`` columns)."""
     first = source.text_head.split("\n", 1)[0]
     delimiter = max((",", "\t", ";"), key=first.count)
-    text = (line for _, line in lines(source))
-    found = metrics.rows(source, gather, csv.DictReader(text, delimiter=delimiter, restkey="_rest"))
+    found = metrics.rows(source, gather, _table(source, delimiter))
     if found:
         gather.sources.add("metrics")
     return found
+
+
+def _table(source: Source, delimiter: str) -> Iterator[Mapping[str, Any]]:
+    reader = csv.DictReader((line for _, line in lines(source)), delimiter=delimiter, restkey="_rest")
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise UnreadableInput(source.name, f"line {reader.line_num}: not CSV: {error}") from error
 
 
 def _objects(source: Source, gather: Gather) -> Iterator[Mapping[str, Any]]:

@@ -15,13 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lanterne.backend.readers import diagnose_paths, read
-from lanterne.backend.readers.plain_pickle import loads
+from lanterne.backend.readers.plain_pickle import CHILD_BYTES_MIN, FastReader, loads
 from lanterne.errors import UnreadableInput
 from tests.cases.evidence import dump, entry, watchdog
 
 HEADS = (
     b"", b"\x80\x02", b"PAR1", b"LSP1", b"PK\x03\x04", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b'{"traceEvents": [',
     b'{"pg_config": {', b'{"resourceSpans": [', b"Process 1: python\nThread 1 (idle): ", b"# TYPE x gauge\n",
+    b"index, clocks.sm [MHz]\n0, ", b'# TYPE x gauge\nDCGM_FI_DEV_XID_ERRORS{gpu="1"} ',
+    b'{"header": {"rank": 1, "n_ranks": 4}, "coll_perf": {"coll_sn": ',
     b"step,loss\n", b'{"log_history": ', b"[rank0]: ", b'{"communicators": [', b"# nThread busbw\n",
 )  # fmt: skip
 SETTINGS = settings(
@@ -94,6 +96,10 @@ KEYS = st.sampled_from(
         "resourceSpans",
         "resourceMetrics",
         "communicators",
+        "missing_ranks",
+        "header",
+        "coll_perf",
+        "coll_sn",
         "ranks",
         "loss",
         "step",
@@ -144,6 +150,25 @@ def test_plain_values_come_back(value: object, protocol: int) -> None:
     if any(op.name == "GLOBAL" for op, _, _ in pickletools.genops(data)):
         return  # protocols below 3 write bytes as a call, which is refused
     assert loads(data, "x") == value
+
+
+@pytest.mark.parametrize("header", ["step,loss", "index, clocks.sm [MHz]"])
+def test_a_cell_beyond_the_limit_of_csv_spoils_nothing(tmp_path: Path, header: str) -> None:
+    (tmp_path / "m.csv").write_text(f"{header}\n1,2\n2,{'9' * 200_000}\n")
+    (tmp_path / "rank_0.log").write_text(watchdog(0) + "\n")
+    assert any(e.name == "log.collective_timeout" for e in read([tmp_path]).events)
+
+
+def test_large_dumps_go_through_the_child_and_hostile_ones_come_back(tmp_path: Path) -> None:
+    good = dump([entry(s, done=s < 900) for s in range(1, 901)], range(4))
+    bomb = b"\x80\x02]r\xff\xff\xff\x7f."
+    evil = pickle.dumps({"entries": [_Evil()] * 2000, "pad": "x" * CHILD_BYTES_MIN})
+    with FastReader() as reader:
+        assert reader.loads(pickle.dumps(good, protocol=2), "good") == good
+        with pytest.raises(UnreadableInput, match="at byte"):
+            reader.loads(evil, "evil")
+        assert reader.loads(bomb, "bomb") == []
+        assert reader.loads(pickle.dumps(good, protocol=4), "again") == good
 
 
 def test_one_bad_file_does_not_spoil_the_rest(tmp_path: Path) -> None:
