@@ -54,6 +54,10 @@ QUIET_STEPS: Mapping[str, int] = {"timing": 60, "numerics": 200, "memory": 200, 
 STOPPED = frozenset({"crash", "out_of_memory"})
 CONFIRM = 3
 """Evaluations in a row that must miss an incident before it is dismissed as not confirmed."""
+LEVELS = frozenset({"sync_delay", "sync_skew", "loss_variance"})
+"""P0 by the contract's fixed levels: they make an incident grave, but name it only where nothing tells more."""
+RETURNS = frozenset({"heartbeat_lost", "version_gap", "liveness"})
+"""Kinds that are true while they last: a rank that speaks again was away, it was no mistake."""
 FOLDED = "folded"
 """Ledger stamp of an incident that turned out to be a part of another one."""
 CLOSED = frozenset({IncidentStatus.RESOLVED, IncidentStatus.DISMISSED})
@@ -149,7 +153,17 @@ def _caused(effect: Anomaly, of: str, cause: Anomaly, by: str) -> bool:
 
 def head(anomalies: Sequence[Anomaly]) -> Anomaly:
     """The anomaly that names the incident: the most severe, then the most telling kind, then the earliest."""
-    return min(anomalies, key=lambda a: (a.severity, _ORDER.get(a.kind, 99), a.first_step))
+    return min(anomalies, key=lambda a: (_weight(a), _ORDER.get(a.kind, 99), a.first_step))
+
+
+def _weight(anomaly: Anomaly) -> Severity:
+    """Severity as far as the name goes: a fixed level that was crossed tells less than what made it be crossed."""
+    return max(anomaly.severity, Severity.P1) if anomaly.kind in LEVELS else anomaly.severity
+
+
+def worst(anomalies: Sequence[Anomaly]) -> Severity:
+    """The highest severity among the signs of an incident."""
+    return Severity(min(a.severity for a in anomalies))
 
 
 def fingerprint(job: str, anomalies: Sequence[Anomaly]) -> str:
@@ -240,7 +254,7 @@ def _opened(facts: Facts, members: Sequence[Anomaly], now_ns: int) -> Case:
     incident = Incident(
         id=f"inc-{identity}",
         kind=top.kind,
-        severity=top.severity,
+        severity=worst(members),
         status=IncidentStatus.OPEN,
         opened_step=max(first, 0),
         opened_at=rfc3339(onset or now_ns),
@@ -280,7 +294,7 @@ def from_diagnosis(facts: Facts, diagnosis: Diagnosis) -> Case:
 def _renewed(facts: Facts, case: Case, members: Sequence[Anomaly], now_ns: int) -> Case:
     top = head(members)
     was = case.incident
-    worse = min(was.severity, top.severity)
+    worse = min(was.severity, worst(members))
     status = was.status
     unconfirmed = status is IncidentStatus.DISMISSED and case.missed >= CONFIRM  # not by a person: seen again after all
     lasting = _remedied_step(facts, case) is None and not _over(facts, members)
@@ -332,6 +346,8 @@ def _unseen(facts: Facts, case: Case, now_ns: int) -> Case:
     missed = case.missed + 1
     if missed < CONFIRM:
         return replace(case, missed=missed)
+    if case.incident.kind in RETURNS:
+        return replace(case, incident=_with(case.incident, IncidentStatus.RESOLVED, "verified", now_ns))
     return replace(case, missed=missed, incident=replace(case.incident, status=IncidentStatus.DISMISSED))
 
 

@@ -21,6 +21,7 @@ from lanterne.backend.align.facts import assemble, read_window
 from lanterne.backend.align.follow import Follower
 from lanterne.backend.align.frame import Frame
 from lanterne.backend.detect import heartbeat
+from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.backend.detect.heartbeat import Beats
 from lanterne.backend.detect.safety import Safety
 from lanterne.backend.incidents import FOLDED, Case, family
@@ -96,6 +97,7 @@ class LiveRunner:
         self.clock: Clock = clock or SystemClock()
         self.react: React = react or Door(control, store, settings, self.clock)
         self.alerter = alerter
+        self.levels = levels_of(settings.levels)
         self.evaluations = 0
         self._dirty: set[tuple[str, int]] = set()
         self._watched: dict[tuple[str, int], _Watched] = {}
@@ -194,7 +196,7 @@ class LiveRunner:
         now = self.clock.unix_ns()
         facts, clocks = self._facts(job, attempt, watched, now)
         beats = self._heard(job, attempt, watched, now)
-        judgement = evaluate(facts, watched.cases, now_ns=now, beats=beats, before=watched.safety)
+        judgement = evaluate(facts, watched.cases, now_ns=now, levels=self.levels, beats=beats, before=watched.safety)
         watched.safety = judgement.safety
         settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
         watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
@@ -376,8 +378,9 @@ def _world_size(control: ControlStore, job: str, attempt: int) -> int:
 
 
 def report(
-    store: EventStore, control: ControlStore, job: str, attempt: int | None = None, *, clock: Clock | None = None
-) -> Report:
+    store: EventStore, control: ControlStore, job: str, attempt: int | None = None, *, clock: Clock | None = None,
+    levels: Levels | None = None,
+) -> Report:  # fmt: skip
     """The report of a job's attempt (the newest one by default), over the whole attempt; the job may be over.
 
     Incidents keep the identity, status and ledger under which the control store knows them. Raises
@@ -392,7 +395,7 @@ def report(
     expected = _world_size(control, job, chosen)
     facts, _ = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
     known = known_cases(control, job, chosen)
-    judgement = evaluate(facts, known, now_ns=now)
+    judgement = evaluate(facts, known, now_ns=now, levels=levels)
     stored = {record.incident.id: record for record in control.incidents(job, attempt=chosen)}
     cases = [_merged(case, stored.get(case.incident.id)) for case in judgement.cases]
     first = int(facts.steps[0]) if len(facts.steps) else 0
@@ -415,6 +418,8 @@ def _stands(case: Case, first_step: int) -> bool:
     """A case that the whole attempt shows, that lies before its window, or that led somewhere."""
     if case.anomalies and not case.missed:
         return shown(case)
+    if case.open and case.incident.kind in heartbeat.KINDS:
+        return True  # only the live runner hears heartbeats
     before = case.first_step < first_step
     led = case.incident.status in (IncidentStatus.ACTING, IncidentStatus.VERIFYING, IncidentStatus.RESOLVED)
     return shown(case) and (before or led)

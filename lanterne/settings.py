@@ -96,6 +96,8 @@ class ServerSettings:
     memory_limit: str = "4GB"
     policy: str = "suggest"
     """Ceiling over all policies: ``observe``, ``suggest``, ``approve`` or ``auto``."""
+    levels: str = ""
+    """Fixed levels that fire without the run's baseline: ``grad_norm=12 loss_spikeness=0.5`` (docs/detectors.md)."""
     alerts: str = ""
     """Where incidents are told: ``FORM=ADDRESS`` entries with spaces between; FORM: alertmanager, slack or generic."""
     alert_secret: str = ""

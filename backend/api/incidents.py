@@ -25,6 +25,7 @@ from lanterne.backend.api.context import (
     page,
 )
 from lanterne.backend.api.problems import Problem
+from lanterne.backend.detect.base import levels_of
 from lanterne.backend.store.access import Principal
 from lanterne.backend.store.records import IncidentRecord, rfc3339
 from lanterne.nouns import IncidentStatus, to_json
@@ -137,7 +138,10 @@ def add_note(context: Ctx, who: Who, incident: IncidentId, note: Note) -> dict[s
 @router.get("/jobs/{job}/report")
 def report(context: Ctx, at: OfJob, request: Request) -> Response:
     """The report (schema lanterne.report/1). Answers 304 to a matching ``If-None-Match``."""
-    found = to_json(pipeline.report(context.store, context.control, at.job.id, at.attempt, clock=context.clock))
+    levels = levels_of(context.settings.levels)
+    found = to_json(
+        pipeline.report(context.store, context.control, at.job.id, at.attempt, clock=context.clock, levels=levels)
+    )
     answer = JSONResponse(found)
     tag = '"' + base64.urlsafe_b64encode(hashlib.blake2b(bytes(answer.body), digest_size=12).digest()).decode() + '"'
     answer.headers["etag"] = tag

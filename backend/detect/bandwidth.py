@@ -17,7 +17,7 @@ from lanterne.nouns import Ruling
 
 SHARE = 0.7
 CALLS = 20
-FLOOR_MS = 5.0
+FLOOR_MS = 15.0
 """A shorter transfer is no matter of bandwidth."""
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lanterne.causal.facts import FactEvent, Facts, FloatArray, IntArray
+from lanterne.errors import UsageError
 from lanterne.nouns import NO_RANK, NO_STEP, Anomaly, Severity, Subject
 
 Mask = NDArray[np.bool_]
@@ -39,6 +40,26 @@ class Levels:
     lr_drift_high: float = 0.95
     sync_ms: float = 800.0
     chosen: frozenset[str] = frozenset()
+
+
+def levels_of(text: str) -> Levels:
+    """Levels from ``LANTERNE_LEVELS``: ``name=value`` entries with spaces between; those named are the chosen ones.
+
+    Raises :class:`UsageError` for a name that is none and for a value that is no finite number.
+    """
+    known = {f.name for f in fields(Levels)} - {"chosen"}
+    chosen: dict[str, float] = {}
+    for entry in text.split():
+        name, _, value = entry.partition("=")
+        if name not in known:
+            raise UsageError(f"levels: {name[:40]!r} is not one of {', '.join(sorted(known))}")
+        try:
+            chosen[name] = float(value)
+        except ValueError:
+            raise UsageError(f"levels: {entry[:60]!r} is not NAME=NUMBER, for example grad_norm=12") from None
+        if not np.isfinite(chosen[name]):
+            raise UsageError(f"levels: {entry[:60]!r} is not a finite number")
+    return Levels(**chosen, chosen=frozenset(chosen))
 
 
 def median(values: FloatArray, axis: int | None = None) -> FloatArray:

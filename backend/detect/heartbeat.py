@@ -17,6 +17,7 @@ from lanterne.backend.detect.contract import liveness as liveness_rule
 from lanterne.causal.facts import Facts, FloatArray, IntArray
 from lanterne.nouns import Anomaly, EventName, Ruling, Severity
 
+KINDS = frozenset({"heartbeat_lost", "version_gap", "liveness"})
 INTERVAL_S = 1.0
 SAMPLES = 60
 KEPT_S = 70.0

@@ -16,8 +16,13 @@ from lanterne.nouns import IncidentStatus, Severity
 SAMPLED_RANKS = 32
 """Median step times are taken over at most this many ranks, evenly spread: a synchronous job has one step time."""
 HEARTBEAT_NS = 1_000_000_000
-DELAYS = frozenset({"sync_delay", "sync_skew", "loss_variance"})
-"""P0 by the contract, but the job goes on: no failure in the sense of MTBF."""
+GOES_ON = frozenset(
+    {
+        "straggler", "intermittent_straggler", "step_time", "data_stall", "gc_pause", "slow_transfer", "sync_delay",
+        "sync_skew", "loss_variance", "loss_spike", "grad_spike", "lr_drift",
+    }
+)  # fmt: skip
+"""Kinds that may be P0 by a fixed level of the contract while the job goes on: no failures in the sense of MTBF."""
 
 _STEPS = """
 WITH pace AS (
@@ -152,7 +157,7 @@ def _trouble(record: IncidentRecord) -> Trouble:
         cause=cause if cause != "unknown" else incident.kind,
         start_ns=_stamp(record, "onset") or record.opened_ns,
         end_ns=0 if record.open else _stamp(record, "verified") or record.updated_ns,
-        fatal=incident.severity is Severity.P0 and incident.kind not in DELAYS,
+        fatal=incident.severity is Severity.P0 and incident.kind not in GOES_ON,
     )
 
 

@@ -7,7 +7,7 @@ from conftest import House
 
 from lanterne.collector.sim.faults import simulate
 from lanterne.collector.sim.model import Shape
-from lanterne.nouns import Event, Identity, Kind
+from lanterne.nouns import Event, Identity, IncidentStatus, Kind
 
 SHORT = Shape(dp=4, steps=40, forward_ms=20, backward_ms=40, data_ms=2, optimizer_ms=3, transfer_ms=5,
               checkpoint_every=0, jitter=0.03)  # fmt: skip
@@ -46,3 +46,10 @@ def test_a_silent_rank_is_missed_and_a_speaking_one_is_not(house: House, silent_
         ("heartbeat_lost", ["rank_missing"])
     ]
     assert found[0].incident.causes[0].subject.rank == 2
+    assert [i.kind for i in house.report("j").incidents] == ["heartbeat_lost"]
+    for second in range(20, 30):
+        for rank in range(4):
+            beat(house, rank, second, 39)
+        house.clock.advance(SECOND)
+        house.runner.evaluate("j", 0)
+    assert [r.incident.status for r in house.control.incidents("j")] == [IncidentStatus.RESOLVED]

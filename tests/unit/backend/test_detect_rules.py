@@ -10,8 +10,9 @@ import pytest
 from detect_runs import SHAPES, T0, clean, event, facts, series
 
 from lanterne.backend import detect
-from lanterne.backend.detect.base import Levels
+from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.causal.facts import FactEvent, Facts
+from lanterne.errors import UsageError
 from lanterne.nouns import Collective
 
 Make = Callable[[], Facts]
@@ -308,6 +309,19 @@ def test_a_level_fires_alone_only_where_it_was_chosen(name: str, value: float) -
     chosen = detect.run(facts(found), Levels(chosen=frozenset({name})))
     assert [(a.kind, a.fired_by) for a in chosen] == [(name, "level")]
     assert detect.run(facts(found)) == []
+
+
+def test_levels_come_from_the_settings() -> None:
+    assert levels_of("") == Levels()
+    assert levels_of(" grad_norm=12 sync_ms=500.5 ") == Levels(
+        grad_norm=12.0, sync_ms=500.5, chosen=frozenset({"grad_norm", "sync_ms"})
+    )
+    for text in ("grad=12", "grad_norm", "grad_norm=much", "grad_norm=nan", "chosen=1"):
+        with pytest.raises(UsageError, match="levels"):
+            levels_of(text)
+    waits = syncing(600, 10)
+    assert [(a.kind, a.fired_by) for a in detect.run(waits, levels_of("sync_ms=500"))] == [("sync_delay", "level")]
+    assert detect.run(waits) == []
 
 
 def test_every_kind_is_tested() -> None:
