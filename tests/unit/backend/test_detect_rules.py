@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from detect_runs import SHAPES, T0, clean, event, facts, series
 
-from lanterne.backend import detect
+from lanterne.backend import detect, incidents
 from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.errors import UsageError
@@ -309,6 +309,18 @@ def test_a_level_fires_alone_only_where_it_was_chosen(name: str, value: float) -
     chosen = detect.run(facts(found), Levels(chosen=frozenset({name})))
     assert [(a.kind, a.fired_by) for a in chosen] == [(name, "level")]
     assert detect.run(facts(found)) == []
+
+
+def test_a_crossed_level_makes_an_incident_grave_but_does_not_name_it() -> None:
+    found = series(400)
+    found["lateness_ms"][200:, 2] += 1500
+    found["wait_ms"][200:] += 1500
+    found["step_ms"][200:] += 1500
+    run = facts(found)
+    anomalies = detect.run(run)
+    assert {"straggler", "sync_delay"} <= {a.kind for a in anomalies}
+    (case,) = incidents.join(run, anomalies)
+    assert (case.incident.kind, str(case.incident.severity)) == ("straggler", "P0")
 
 
 def test_levels_come_from_the_settings() -> None:
