@@ -1,6 +1,6 @@
 """Bandwidth of each group against the best that the same group has shown (contract: below 70% is flagged).
 
-Only the largest calls count: small ones measure latency. Best and present are medians over 20 calls, so that neither
+Only the largest calls count: small ones measure latency. Best and present are medians over 50 calls, so that neither
 one lucky call nor one bad one decides. Algorithm bandwidth (payload over time): the bus factor of a group is constant
 and cancels out.
 """
@@ -16,14 +16,14 @@ from lanterne.causal.facts import FloatArray, IntArray
 from lanterne.nouns import Ruling
 
 SHARE = 0.7
-CALLS = 20
+CALLS = 50
 FLOOR_MS = 15.0
 """A shorter transfer is no matter of bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """``recent``: GB/s of the last calls of the largest kind; ``best``: highest median of 20; ``took_ms``: now."""
+    """``recent``: GB/s of the last calls of the largest kind; ``best``: highest median of 50; ``took_ms``: now."""
 
     kind: int
     recent: tuple[float, ...] = ()
