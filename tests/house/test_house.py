@@ -123,3 +123,9 @@ def test_the_command_line_is_pinned() -> None:
         "agent", "checkpoint", "check", "demo", "diagnose", "export", "import", "inject", "migrate", "plan", "policy",
         "probe", "run", "serve", "simulate", "sla", "token",
     }  # fmt: skip
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports the test files of folders that are no packages by their bare name: two of one name break it."""
+    names = [p.name for p in (ROOT / "tests").rglob("test_*.py") if not (p.parent / "__init__.py").exists()]
+    assert sorted(n for n in set(names) if names.count(n) > 1) == []
