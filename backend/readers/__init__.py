@@ -137,6 +137,8 @@ def _sort(
         segments.append(path)
     elif flight_recorder.sniff(source):
         dumps.append(flight_recorder.parse(source, fast))
+        if len(dumps) % 32 == 0:
+            flight_recorder.trim(dumps)
     else:
         others.append(source)
 

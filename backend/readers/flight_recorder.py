@@ -18,7 +18,7 @@ from lanterne.backend.readers.source import Source, read_all
 from lanterne.errors import UnreadableInput
 from lanterne.nouns import Collective
 
-CALLS_MAX, CALLS_EACH_MIN = 600_000, 64
+CALLS_MAX, CALLS_EACH_MIN = 300_000, 64
 """Calls kept over all dumps of a job: a hang is told by the last ones."""
 _BYTES = {"float": 4, "int": 4, "double": 8, "long": 8, "half": 2, "bfloat16": 2, "byte": 1, "char": 1, "bool": 1}
 _P2P = re.compile(r"\b(send|recv)\b\s*(\d+)\s*(?:->|<-)\s*(\d+)")
@@ -37,6 +37,17 @@ class Dump:
     described: dict[str, str] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     rank: int = -1
+    first: int = 0  # entries before it were left out
+
+
+def trim(dumps: Sequence[Dump]) -> int:
+    """Keep the last calls of each dump, ``CALLS_MAX`` in all; the answer is how many each may keep."""
+    keep = max(CALLS_EACH_MIN, CALLS_MAX // max(1, len(dumps)))
+    for dump in dumps:
+        out = len(dump.entries) - keep
+        if out > 0:
+            dump.entries, dump.first = dump.entries[out:], dump.first + out
+    return keep
 
 
 def sniff(source: Source) -> bool:
@@ -211,9 +222,8 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
     """Put all dumps of one job into ``gather``; groups are named by rank set, whatever their local names."""
     infer_ranks(dumps, gather)
     seen = sorted(d.rank for d in dumps)
-    keep = max(CALLS_EACH_MIN, CALLS_MAX // max(1, len(dumps)))
-    cut = sum(len(d.entries) > keep for d in dumps)
-    if cut:
+    keep = trim(dumps)
+    if cut := sum(d.first > 0 for d in dumps):
         gather.gap(f"{cut} dumps hold more than {keep} calls: the last {keep} of each are used")
     for dump in dumps:
         gather.sources.add("flight_recorder")
@@ -223,11 +233,11 @@ def add(dumps: Sequence[Dump], gather: Gather) -> None:
             "flight_recorder_dump",
             rank=dump.rank,
             ref=dump.source.name,
-            entries=len(dump.entries),
+            entries=dump.first + len(dump.entries),
             version=dump.version,
         )
         mixed: set[str] = set()
-        for number, entry in enumerate(dump.entries[-keep:], max(0, len(dump.entries) - keep)):
+        for number, entry in enumerate(dump.entries, dump.first):
             local = _group_of(entry)
             if local not in names and len(names) == 1:  # gloo leaves the name in pg_config empty
                 names[local] = next(iter(names.values()))

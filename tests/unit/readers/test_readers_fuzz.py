@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lanterne.backend.readers import diagnose_paths, read
+from lanterne.backend.readers import diagnose_paths, flight_recorder, read
 from lanterne.backend.readers.plain_pickle import CHILD_BYTES_MIN, FastReader, loads
 from lanterne.errors import UnreadableInput
 from tests.cases.evidence import dump, entry, watchdog
@@ -182,3 +182,15 @@ def test_one_bad_file_does_not_spoil_the_rest(tmp_path: Path) -> None:
 def test_a_path_that_is_not_there_is_said() -> None:
     with pytest.raises(UnreadableInput, match="no such file"):
         read([Path("/nonexistent/x")])
+
+
+def test_many_dumps_keep_their_last_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "CALLS_MAX", 400)
+    for rank in range(4):
+        calls = [entry(s, done=s < 300 or rank == 2) for s in range(1, 301 - (rank == 2))]
+        (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(dump(calls, range(4)), protocol=2))
+    facts = read([tmp_path])
+    assert len(facts.collectives) == 400
+    assert any("the last 100 of each" in note for note in facts.quality.notes)
+    cause = diagnose_paths([tmp_path]).incidents[0].causes[0]
+    assert (cause.category, cause.subject.rank) == ("rank_hung", 2)
