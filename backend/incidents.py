@@ -28,10 +28,10 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "loss_spike", "grad_norm", "loss_spikeness", "grad_vanishing", "loss_variance", "scaler_misuse",
     ),
     "replicas": ("replica_divergence", "seed_mismatch", "optimizer_mismatch"),
-    "storage": ("checkpoint_stall", "checkpoint_corrupt", "checkpoint_incomplete"),
+    "storage": ("checkpoint_stall", "checkpoint_corrupt", "checkpoint_incomplete", "storage_slow"),
     "timing": (
         "straggler", "gc_pause", "data_stall", "slow_transfer", "thermal_throttle", "device_error",
-        "intermittent_straggler", "step_time", "sync_skew", "sync_delay",
+        "intermittent_straggler", "step_time", "sync_skew", "sync_delay", "host_contention",
     ),
 }  # fmt: skip
 """Kinds by family, the telling ones first: the first one present names the incident."""

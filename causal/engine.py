@@ -28,6 +28,7 @@ from lanterne.causal import (
 from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.causal.finding import Finding, Link, number
 from lanterne.causal.frame import Frame, prepare
+from lanterne.causal.nodes import joined
 from lanterne.causal.remedies import place, remedy_for
 from lanterne.causal.resolve import resolve
 from lanterne.causal.scoring import CLAIM, LEAD, calibrated
@@ -172,6 +173,7 @@ def diagnose(facts: Facts, anomalies: Sequence[Anomaly] = ()) -> Diagnosis:
     """
     frame = prepare(facts)
     found = [f for stage in STAGES for f in stage(frame)] + _outside(facts, anomalies)
+    found = joined(found, frame)
     if not any(f.cause.confidence >= CLAIM for f in found):
         found += episode.findings(frame, found)
     causes, effects = resolve([f for f in found if f.cause.confidence > 0])

@@ -29,9 +29,8 @@ from lanterne.errors import UsageError
 from lanterne.nouns import NO_RANK, AttributeValue, Event, EventName, Identity, Kind
 from lanterne.quality import Quality
 from lanterne.settings import CollectorSettings
+from lanterne.wire import NODES_JOB
 
-JOB = "nodes"
-FOUND = "host_finding"
 ONCE_S = 2.0
 REPEAT_S = 60.0
 """A finding that lasts is told again this often."""
@@ -84,7 +83,7 @@ class Agent:
         self.kernel = KernelLog(kernel_log or Path(root) / "dev/kmsg", clock=self._clock)
         self.gpu = GpuSource()
         self.identity = full_identity(
-            Identity(job=JOB, rank=NO_RANK, host=self.host, pid=os.getpid(), service_name="lanterne-agent")
+            Identity(job=NODES_JOB, rank=NO_RANK, host=self.host, pid=os.getpid(), service_name="lanterne-agent")
         )
         self._told: dict[tuple[str, str, str], int] = {}
 
@@ -143,7 +142,7 @@ class Agent:
             ended: dict[str, AttributeValue] = {
                 "state": "ended", "category": category, "source": source, "what": what, "host": self.host,
             }  # fmt: skip
-            out.append(self._event(Kind.EVENT, FOUND, attributes=ended))
+            out.append(self._event(Kind.EVENT, EventName.HOST_FINDING, attributes=ended))
         for finding in found.findings:
             last = self._told.get(finding.key)
             if last is None or now - last >= REPEAT_S * 1e9:
@@ -159,7 +158,8 @@ class Agent:
         }  # fmt: skip
         if first.value is not None:
             attributes["value"] = first.value
-        return self._event(Kind.EVENT, FOUND, body="; ".join(e.says for e in finding.evidence), attributes=attributes)
+        body = "; ".join(e.says for e in finding.evidence)
+        return self._event(Kind.EVENT, EventName.HOST_FINDING, body=body, attributes=attributes)
 
     def absences(self) -> list[Event]:
         return [

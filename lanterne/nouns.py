@@ -73,6 +73,7 @@ class EventName(StrEnum):
     OUTCOME = "outcome"  # id, metric, before, after
     SHED = "shed"  # the overhead meter switched a source off
     SOURCE_ABSENT = "source_absent"  # source, reason
+    HOST_FINDING = "host_finding"  # of the host agent: state = begun | lasts | ended, category, host, source, what
 
 
 class CauseCategory(StrEnum):

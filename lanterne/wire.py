@@ -26,6 +26,8 @@ from lanterne import limits
 from lanterne.nouns import MESH_AXES, NO_RANK, NO_STEP, AttributeValue, Event, Identity, Kind
 
 SCOPE = "lanterne"
+NODES_JOB = "nodes"
+"""The job under which the host agents speak."""
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
 
 # resource attributes

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from lanterne import wire
 from lanterne.nouns import NO_STEP, AttributeValue, Event, EventName, Identity, Kind
 
+NODES_BEFORE_NS, NODES_AFTER_NS = 90 * 10**9, 30 * 10**9
+"""The agent repeats a finding that lasts once a minute."""
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -179,6 +182,10 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int, *, ca
         [job, attempt, list(unread)],
     )
     rows = logs.to_pylist()
+    hosts = _hosts(columns, rows)
+    if len(starts):
+        until = int(_ints(columns["end_ns"]).max())
+        rows += _of_nodes(store, sorted({h for h in hosts.values() if h}), since, until)
     return Frame(
         job=job,
         attempt=attempt,
@@ -191,8 +198,24 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int, *, ca
             value=points.column("value").fill_null(np.nan).to_numpy().astype(np.float64),
         ),
         logs=[_log(row) for row in rows],
-        hosts=_hosts(columns, rows),
+        hosts=hosts,
     )
+
+
+def _of_nodes(store: Store, hosts: Sequence[str], since_ns: int, until_ns: int) -> list[dict[str, Any]]:
+    """What the host agents found on these hosts, from a little before the window to a little after it."""
+    if not hosts:
+        return []
+    found = store.query(
+        "SELECT name, -1 AS rank, -1 AS step, time_ns, monotonic_ns, body, host, attributes, lamport, sequence FROM logs"
+        " WHERE job = ? AND name = ? AND host IN (SELECT unnest(?)) AND time_ns BETWEEN ? AND ? ORDER BY time_ns",
+        [
+            wire.NODES_JOB, str(EventName.HOST_FINDING), list(hosts), since_ns - NODES_BEFORE_NS,
+            until_ns + NODES_AFTER_NS,
+        ],
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = found.to_pylist()
+    return rows
 
 
 def read_calls(store: Store, job: str, attempt: int, first_step: int, since_ns: int) -> tuple[Frame, int]:

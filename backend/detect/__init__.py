@@ -8,6 +8,7 @@ from lanterne.backend.detect import (
     host,
     liveness,
     memory,
+    node,
     numerics,
     precision,
     replicas,
@@ -28,13 +29,13 @@ KINDS = (
     "overflow", "loss_scale_collapse", "loss_spike", "loss_spikeness", "grad_spike", "grad_norm", "grad_explosion",
     "grad_vanishing", "lr_drift", "lr_disagree", "replica_divergence", "seed_mismatch", "checkpoint_stall",
     "checkpoint_corrupt", "checkpoint_incomplete", "sync_delay", "sync_skew", "loss_variance", "heartbeat_lost",
-    "version_gap", "liveness", "scaler_misuse", "optimizer_mismatch",
+    "version_gap", "liveness", "scaler_misuse", "optimizer_mismatch", "host_contention", "storage_slow",
 )  # fmt: skip
 """Every ``Anomaly.kind`` that a detector may give."""
 
 DETECTORS = (
     liveness.detect, memory.detect, communication.detect, storage.detect, replicas.detect, precision.detect,
-    straggler.detect, host.detect, step_time.detect,
+    straggler.detect, host.detect, step_time.detect, node.detect,
 )  # fmt: skip
 
 LEVELLED = (numerics.detect, schedule.detect, sync.detect)

@@ -11,7 +11,7 @@ from detect_runs import SHAPES, T0, clean, event, facts, series
 
 from lanterne.backend import detect, incidents
 from lanterne.backend.detect.base import Levels, levels_of
-from lanterne.causal.facts import FactEvent, Facts
+from lanterne.causal.facts import FactEvent, Facts, Place
 from lanterne.errors import UsageError
 from lanterne.nouns import Collective
 
@@ -154,6 +154,11 @@ def told(name: str, **attributes: object) -> Facts:
     return facts(series(), [event(name, 1, 150, **attributes)])  # type: ignore[arg-type]
 
 
+def of_agent(category: str, state: str) -> Facts:
+    said = event("host_finding", -1, -1, category=category, state=state, host="node0", source="cgroup", what="/x")
+    return replace(facts(series(), [said]), places={r: Place(host="node0") for r in range(4)})
+
+
 def syncing(ms: float, steps: int, rank: int | None = None, first: int = 200) -> Facts:
     found = series(400)
     columns = slice(None) if rank is None else rank
@@ -289,6 +294,12 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: told("checkpoint_verified", ok=False),
         lambda: told("checkpoint_verified", ok=True),
     ),
+    "a busy neighbour": (
+        "host_contention",
+        lambda: of_agent("host_contention", "begun"),
+        lambda: of_agent("host_contention", "ended"),
+    ),
+    "a full disk": ("storage_slow", lambda: of_agent("storage_slow", "lasts"), lambda: of_agent("none", "begun")),
     "checkpoint incomplete": ("checkpoint_incomplete", lambda: saved(True), lambda: saved(False)),
 }
 
