@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         frozenset({C.CHECKPOINT_STALL, C.STORAGE_SLOW}),
         frozenset({C.RANK_HUNG, *LATE}),
-        lambda a, b: _same_rank(a, b) and a.cause.since_step == b.cause.since_step,
+        lambda a, b: _same_rank(a, b) and a.cause.since_step == b.cause.since_step is not None,
         "the others wait for the checkpoint",
     ),
     Rule(

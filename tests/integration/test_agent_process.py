@@ -41,7 +41,7 @@ def process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[by
         found.wait()
 
 
-def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(what: Callable[[], Any], seconds: float = 150.0) -> Any:
     """What ``what`` gives as soon as it is something; fails when it never is."""
     for _ in range(int(seconds / 0.2)):
         with contextlib.suppress(httpx.HTTPError):

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from shipper_backend import Backend
 
-from lanterne.collector import upkeep
+from lanterne.collector import shipper, upkeep
 from lanterne.collector.shipper import ensure_running, is_running
 from lanterne.collector.spool import Part, Spool
 from lanterne.quality import Quality
@@ -137,3 +138,29 @@ def test_the_launcher_waits_until_the_end_is_told(tmp_path: Path) -> None:
         assert row["attributes"]["exit_code"] == "1"
         assert "boom in user code" in row["body"]
         assert "boom in user code" in done.stderr
+
+
+def test_a_killed_shipper_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipper, "KEEP_S", 0.2)
+    folder, stop = tmp_path / "job" / "0", threading.Event()
+    folder.mkdir(parents=True)
+    settings = CollectorSettings(endpoint="http://127.0.0.1:9")
+
+    def pid_of_next(before: int) -> int:
+        for _ in range(600):
+            try:
+                found = int(json.loads((folder / "shipper.json").read_text(encoding="utf-8"))["pid"])
+            except (OSError, ValueError):
+                found = before
+            if found != before:
+                return found
+            time.sleep(0.1)
+        raise AssertionError("no shipper came")
+
+    ensure_running(folder, settings)
+    first = pid_of_next(0)
+    shipper.keep_running(folder, settings, stop)
+    os.kill(first, signal.SIGKILL)
+    second = pid_of_next(first)
+    stop.set()
+    os.kill(second, signal.SIGKILL)
