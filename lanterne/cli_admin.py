@@ -123,6 +123,36 @@ def probe_status(as_json: Json = False) -> None:
         Console().print(cuda_probe.describe(result))
 
 
+@probe_app.command("device")
+def probe_device(
+    kind: Annotated[str, typer.Argument(help="cpu, cuda, npu, xpu, or a vendor's name.")] = "cpu",
+    index: Annotated[int, typer.Option(help="Which device of that kind.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a fixed small GEMM and copy on one device, in a process of its own: is the device slow, or its work?
+
+    Exits 2 where the device cannot be measured.
+
+    Example: `lanterne probe device cuda --index 3`
+    """
+    from dataclasses import asdict
+
+    from lanterne.collector.devices import measure_apart
+
+    found = measure_apart(kind, index)
+    if as_json:
+        print_json(asdict(found))
+    elif found.error:
+        Console().print(f"{found.device}: not measured: {found.error}", markup=False)
+    else:
+        Console().print(
+            f"{found.device}: GEMM {found.gemm_ms:.3f} ms ({found.gemm_tflops:.2f} Tflop/s), "
+            f"copy {found.copy_ms:.3f} ms ({found.copy_gb_per_s:.1f} GB/s)",
+            markup=False,
+        )
+    raise typer.Exit(2 if found.error else 0)
+
+
 @token_app.command("create")
 def token_create(
     scope: Annotated[str, typer.Option(help="ingest, read, operate or admin.")] = "read",

@@ -104,7 +104,7 @@ BAD: dict[str, Callable[[shipper_backend._Handler], None]] = {
 def test_whatever_the_backend_does_every_event_arrives_once(folder: Path, name: str) -> None:
     with Backend(shipper_backend.first(2, BAD[name])) as backend:
         assert train(folder, backend.url, 100, "close").returncode == 0
-        assert backend.wait(lambda: backend.events("exited"))
+        assert backend.wait(lambda: backend.events("exited"), 90)  # a drip holds each of two requests to its deadline
         assert_everything_once(backend, 100)
 
 
