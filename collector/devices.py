@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from statistics import median
 from typing import Any, Protocol
 
@@ -88,13 +89,14 @@ class TorchDevice:
 
 def kinds() -> dict[str, Callable[[], Device]]:
     """Kind -> factory: torch's own and those that vendors register; a vendor's name wins."""
-    known: dict[str, Callable[[], Device]] = {
-        kind: (lambda kind=kind: TorchDevice(kind))
-        for kind in _torch_kinds()  # type: ignore[misc]
-    }
-    for entry in entry_points(group=GROUP):
-        known[entry.name] = lambda entry=entry: entry.load()()  # type: ignore[misc]
+    known: dict[str, Callable[[], Device]] = {kind: partial(TorchDevice, kind) for kind in _torch_kinds()}
+    known |= {entry.name: partial(_of_vendor, entry) for entry in entry_points(group=GROUP)}
     return known
+
+
+def _of_vendor(entry: EntryPoint) -> Device:
+    made: Device = entry.load()()
+    return made
 
 
 def _torch_kinds() -> Iterable[str]:

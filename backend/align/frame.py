@@ -207,8 +207,9 @@ def _of_nodes(store: Store, hosts: Sequence[str], since_ns: int, until_ns: int) 
     if not hosts:
         return []
     found = store.query(
-        "SELECT name, -1 AS rank, -1 AS step, time_ns, monotonic_ns, body, host, attributes, lamport, sequence FROM logs"
-        " WHERE job = ? AND name = ? AND host IN (SELECT unnest(?)) AND time_ns BETWEEN ? AND ? ORDER BY time_ns",
+        "SELECT name, -1 AS rank, -1 AS step, time_ns, monotonic_ns, body, host, attributes, lamport, sequence"
+        " FROM logs WHERE job = ? AND name = ? AND host IN (SELECT unnest(?))"
+        " AND time_ns BETWEEN ? AND ? ORDER BY time_ns",
         [
             wire.NODES_JOB, str(EventName.HOST_FINDING), list(hosts), since_ns - NODES_BEFORE_NS,
             until_ns + NODES_AFTER_NS,
