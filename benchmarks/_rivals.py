@@ -44,7 +44,7 @@ RIVALS = (
         database="phoenix.db",
         env={
             "PHOENIX_WORKING_DIR": "{folder}", "PHOENIX_PORT": "{port}", "PHOENIX_GRPC_PORT": "{other}",
-            "PHOENIX_HOST": "127.0.0.1", "PHOENIX_TELEMETRY_ENABLED": "0",
+            "PHOENIX_HOST": "127.0.0.1", "PHOENIX_TELEMETRY_ENABLED": "false",
         },
     ),
     Rival(
