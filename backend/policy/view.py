@@ -1,7 +1,8 @@
 """What an expression of a policy can see: plain data made from the incident, its first cause and the facts.
 
 ``series.NAME`` holds ``last`` (median over ranks of the last steps), ``before`` (median of the steps ahead of
-the onset) and ``change`` (``last / before - 1``); a series that was never recorded is absent. ``lr`` holds
+the onset), ``change`` (``last / before - 1``) and ``nonfinite`` (share of the values of the last steps that are NaN
+or infinite: with 1 there is no ``last``); a series that was never recorded is absent. ``lr`` holds
 ``now`` and ``planned`` of the last step. Arrays of facts are ``[steps, ranks]``.
 """
 
@@ -55,15 +56,18 @@ def since(facts: Facts, name: str, step: int, count: int, how: str = "median", m
 def _series(facts: Facts, onset: int | None) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, values in facts.series.items():
-        last = median(recorded(values)[-LAST_STEPS:])
-        if math.isnan(last):
+        latest = recorded(values)[-LAST_STEPS:]
+        if not latest.size:
             continue
-        entry = {"last": last}
+        last = median(latest)
+        entry = {"nonfinite": float(np.isinf(latest).sum() / (~np.isnan(latest)).sum())}
+        if not math.isnan(last):
+            entry["last"] = last
         if onset is not None:
             before = median(values[(facts.steps < onset) & (facts.steps >= onset - BEFORE_STEPS)])
             if not math.isnan(before):
                 entry["before"] = before
-                if before:
+                if before and "last" in entry:
                     entry["change"] = last / before - 1.0
         found[name] = entry
     return found

@@ -37,9 +37,9 @@ def test_a_published_scaling_table_is_reproduced(name: str) -> None:
     assert found.points[-1].speed_up == pytest.approx(speed_up, abs=5e-3)
     assert found.points[-1].efficiency == pytest.approx(speed_up / 8, abs=1e-3)
     assert found.serial_share is not None
-    assert 0 < found.serial_share < 0.02
+    assert 0 < found.serial_share < 0.03
     assert found.residual is not None
-    assert found.residual < 0.03
+    assert found.residual < 0.06
 
 
 def test_amdahl_is_fitted_and_its_misfit_told() -> None:
