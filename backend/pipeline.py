@@ -170,6 +170,8 @@ class LiveRunner:
             if key not in keys | quiet and now - watched.last_ns > ACTIVE_S * 1e9:
                 watched.follower = None  # its memory; it is built anew when the job speaks again
         for key in sorted(keys | quiet):
+            if self._stop.is_set():
+                break
             try:
                 self.evaluate(*key)
             except LanterneError as error:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from lanterne import limits
 from lanterne.nouns import group_ranks
 
 NONE = "–"
@@ -182,9 +181,7 @@ def subject(found: Mapping[str, Any] | None) -> str:
 def members(name: str) -> tuple[int, ...]:
     """The ranks of a group in order; none where the name, which a trainer sent, is no rank set of a sane size."""
     try:
-        ends = [part.partition("-") for part in name.split(",") if part]
-        size = sum(int(last or first) - int(first) + 1 for first, _, last in ends)
-        return tuple(sorted(set(group_ranks(name)))) if size <= limits.RANKS_MAX else ()
+        return tuple(sorted(set(group_ranks(name))))
     except ValueError:
         return ()
 

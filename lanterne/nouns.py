@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from lanterne.limits import RANKS_MAX
+
 NO_STEP = -1
 NO_RANK = -1
 
@@ -216,11 +218,14 @@ def group_name(ranks: Iterable[int]) -> str:
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Inverse of :func:`group_name`. Raises ValueError on text that is not a rank set."""
+    """Inverse of :func:`group_name`. Raises ValueError on text that is not a rank set of at most ``RANKS_MAX``."""
     ranks: list[int] = []
     for part in filter(None, name.split(",")):
         first, _, last = part.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
+        low, high = int(first), int(last or first)
+        if len(ranks) + high - low >= RANKS_MAX:
+            raise ValueError(f"a group of more than {RANKS_MAX} ranks: {name[:40]!r}")
+        ranks.extend(range(low, high + 1))
     return tuple(ranks)
 
 

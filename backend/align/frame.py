@@ -157,6 +157,14 @@ def last_step(store: Store, job: str, attempt: int) -> int:
     return NO_STEP if found is None else int(found)
 
 
+_WHOLE = (
+    "(label = '' OR (starts_with(label, 'cuda:') AND starts_with(name, 'hw.'))"
+    " OR (regexp_full_match(label, 'gpu[0-9]+') AND starts_with(name, 'hw.') AND name <> 'hw.gpu.memory.usage'))"
+)
+"""Points that stand for their rank: without a label, or of the rank's own device. What a device holds in all (NVML) is
+left out: the allocator of the process tells what this rank holds."""
+
+
 def read(store: Store, job: str, attempt: int, first_step: int, last: int, *, calls: bool = True) -> Frame:
     """The rows of steps ``first_step..last`` (inclusive), all logs, and points without a step of the same span of time.
 
@@ -172,7 +180,7 @@ def read(store: Store, job: str, attempt: int, first_step: int, last: int, *, ca
     starts = _ints(columns["start_ns"])
     since = int(starts.min()) if len(starts) else 0
     points = store.query(
-        "SELECT name, rank, step, time_ns, value FROM points WHERE job = ? AND attempt = ? AND label = ''"
+        f"SELECT name, rank, step, time_ns, value FROM points WHERE job = ? AND attempt = ? AND {_WHOLE}"
         " AND (step BETWEEN ? AND ? OR (step < 0 AND time_ns >= ?))",
         [job, attempt, first_step, last, since],
     )

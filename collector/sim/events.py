@@ -101,7 +101,15 @@ def _numbers(job: Job, me: _Rank, step: int, at: int) -> Iterator[Event]:
         if series == "parameter_checksum" and np.isnan(value):
             continue
         scale = 0.01 if series == "host_cpu_percent" else 1.0
-        yield me.make(Kind.METRIC, name, at, step, value=value * scale)
+        yield me.make(Kind.METRIC, name, at, step, value=value * scale, attributes=_device(series, me.rank))
+
+
+def _device(series: str, rank: int) -> dict[str, AttributeValue]:
+    """The label under which the allocator (``cuda:N``) or NVML (``gpuN``) tells of the rank's device."""
+    if not series.startswith("gpu_"):
+        return {}
+    kind = "cuda:" if series in {"gpu_allocated_bytes", "gpu_reserved_bytes"} else "gpu"
+    return {wire.LABEL: f"{kind}{rank % 8}"}
 
 
 def to_events(job: Job) -> Iterator[tuple[Identity, int, list[Event]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import House
+from whole_backend import House
 
 from lanterne.collector.sim.faults import simulate
 from lanterne.collector.sim.model import Shape

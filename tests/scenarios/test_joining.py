@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conftest import House
+from whole_backend import House
 
 from lanterne.collector.sim.events import to_events
 from lanterne.collector.sim.faults import simulate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import House
+from whole_backend import House
 
 from lanterne.collector.sim.faults import simulate
 from lanterne.collector.sim.model import Shape
@@ -18,6 +18,7 @@ SMALL = Shape(dp=4, steps=130, forward_ms=20, backward_ms=40, data_ms=2, optimiz
     [
         ("slow_compute", "slow_compute", 2),
         ("slow_backward", "slow_compute", 2),
+        ("thermal", "thermal_throttle", 2),
         ("slow_data", "data_stall", 2),
         ("bad_batch", "bad_batch", 2),
         ("lr_jump", "lr_misconfigured", None),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import House
+from whole_backend import House
 
 from lanterne.backend.dispatch import Tracker
 from lanterne.backend.pipeline import LiveRunner, report

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanterne.backend.align import clocks, matching, waits
-from lanterne.nouns import Collective
+from lanterne.nouns import Collective, group_ranks
 
 START = 1_760_000_000_000_000_000
 MS = 1_000_000
@@ -106,3 +106,10 @@ def test_waits_of_a_call_with_a_missing_member_are_not_facts() -> None:
     rows = [call(r, "0-3", s, 100 * s + r, 100 * s + 9) for r in range(4) for s in range(2) if (r, s) != (2, 1)]
     calls, found = attribution(rows, dict.fromkeys(range(4), "one"))
     assert set(waits.as_facts(calls, found).sequence.tolist()) == {0}
+
+
+def test_a_group_of_no_sane_size_is_no_rank_set() -> None:
+    assert group_ranks("0-2,8") == (0, 1, 2, 8)
+    for name in ("0-99999999999", f"0-{10**30}", "x", "0-131071,7"):
+        with pytest.raises(ValueError, match=r"group|literal"):
+            group_ranks(name)
