@@ -22,6 +22,7 @@ from lanterne.causal import (
     network,
     numerics,
     replicas,
+    sample,
     storage,
     straggler,
 )
@@ -43,6 +44,7 @@ STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
     replicas.findings,
     storage.findings,
     straggler.findings,
+    sample.findings,
     network.findings,
 )
 

@@ -15,6 +15,8 @@ wait_ms             waited for others in collectives, summed over the step
 collective_ms       duration of one collective (rows are calls, not steps): the last to enter has the shortest
 transfer_ms         last arrival to completion, summed over the step (the network's share)
 gc_ms               garbage collection inside the step
+device_ms           kernels of the rank's own work in the step, communication left out (profiler traces)
+operators_ms        operators on the host that the profiler saw in the step, nested ones counted once
 loss grad_norm      as the user's optimizer saw them (after the reduction)
 grad_norm_local     before the reduction (first rank to move)
 grad_nonfinite      non-finite gradient elements before the reduction, or after where not known

@@ -12,6 +12,7 @@ from lanterne.backend.detect import (
     numerics,
     precision,
     replicas,
+    sample,
     schedule,
     step_time,
     storage,
@@ -35,7 +36,7 @@ KINDS = (
 
 DETECTORS = (
     liveness.detect, memory.detect, communication.detect, storage.detect, replicas.detect, precision.detect,
-    straggler.detect, host.detect, step_time.detect, node.detect,
+    straggler.detect, host.detect, step_time.detect, node.detect, sample.detect,
 )  # fmt: skip
 
 LEVELLED = (numerics.detect, schedule.detect, sync.detect)

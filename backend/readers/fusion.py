@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lanterne.backend.align import fuse, series, waits
+from lanterne.backend.align import fuse, matching, series, stream, waits
 from lanterne.backend.readers.gather import Gather
 from lanterne.causal.facts import Facts
 
@@ -14,7 +14,9 @@ from lanterne.causal.facts import Facts
 def fused(facts: Facts, gather: Gather) -> Facts:
     """The facts with the traces' calls aligned; unchanged where there is nothing to compare."""
     traces = [trace for trace in gather.traces if trace.calls]
-    if not traces or (len(traces) == 1 and not facts.collectives):
+    if not traces:
+        return _recorded(facts)
+    if len(traces) == 1 and not facts.collectives:
         return facts
     hosts = {rank: place.host for rank, place in facts.places.items() if place.host}
     found = fuse.fuse(traces, facts.collectives, hosts)
@@ -35,3 +37,15 @@ def fused(facts: Facts, gather: Gather) -> Facts:
         collectives=tuple(found.records),
         quality=replace(facts.quality, notes=tuple(notes), clock_error_ns=error),
     )
+
+
+def _recorded(facts: Facts) -> Facts:
+    """Waits of recorded calls alone, of a job whose calls all completed: who entered late. When a call completed is
+    discovered by polling, so no transfer is told; a record that was cut off or a standstill is judged elsewhere."""
+    calls = facts.collectives
+    if not calls or any(c.entered_ns <= 1 or c.completed_ns <= c.entered_ns + 1 for c in calls):
+        return facts
+    hosts = {rank: place.host for rank, place in facts.places.items() if place.host}
+    aligned = stream.whole(matching.from_collectives(calls), (), hosts)
+    told = waits.as_facts(aligned.calls, aligned.attribution)
+    return replace(facts, waits=replace(told, transfer_ms=np.full(len(told.rank), np.nan)))

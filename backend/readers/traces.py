@@ -15,20 +15,25 @@ from typing import Any
 
 from lanterne.backend.readers.gather import Gather
 from lanterne.backend.readers.source import Source, chunks
+from lanterne.backend.readers.trace_work import Work
 from lanterne.errors import UnreadableInput
+from lanterne.nouns import group_name
 
 CALLS_MAX = 500_000
 EVENT_CHARS_MAX = 4 << 20
 SIDE_CHARS_MAX = 1 << 20
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
-_NCCL = re.compile(r"^(?:nccl:|ncclDevKernel_|ncclKernel_)(\w+)")
+_CALL = re.compile(r"^(gloo:|nccl:|ncclDevKernel_|ncclKernel_)(\w+)")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _SPACE = " \t\r\n,"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One NCCL call: ``where`` is host (annotation) or device (kernel). Times in us of the trace's own clock."""
+    """One NCCL or gloo call, times in us of the trace's own clock. ``where``: host (annotation) or device (kernel).
+
+    A call of gloo has no kernel: its span on the host is the call itself, and counts as device.
+    """
 
     name: str
     where: str
@@ -57,6 +62,15 @@ class Trace:
     cut_at: int = -1
     host: str = ""
     graph_launches: int = 0
+    work: Work = field(default_factory=Work)
+
+    def pairwise(self) -> list[str]:
+        """Groups in which ranks send to each other, as pipeline stages do; a group with unknown ranks is ``?``."""
+        host = [c for c in self.calls if c.where == "host"]
+        device = any(c.name.lower().startswith("send") for c in self.calls if c.where == "device")
+        words = ("send", "recv", "coalesced") if device else ("send", "recv")  # a batch of sends has one annotation
+        asked = [c for c in host or self.calls if c.name.lower().startswith(words)]
+        return sorted({group_name(self.groups[c.group]) if c.group in self.groups else "?" for c in asked})
 
 
 def sniff(source: Source) -> bool:
@@ -170,8 +184,9 @@ def _take(event: Mapping[str, Any], trace: Trace) -> None:
     kernel = category.lower() == "kernel"
     if kernel:
         trace.kernel_us += dur
-    nccl = _NCCL.match(name)
-    if nccl is None or category == "gpu_user_annotation":
+    call = _CALL.match(name)
+    if call is None or category == "gpu_user_annotation":
+        trace.work.take(name, category, ts, dur)
         return
     if len(trace.calls) >= CALLS_MAX:
         trace.dropped += 1
@@ -181,8 +196,8 @@ def _take(event: Mapping[str, Any], trace: Trace) -> None:
     elements = args.get("In msg nelems", _elements(args.get("Input Dims")))
     trace.calls.append(
         Call(
-            name=str(args.get("Collective name") or nccl[1]),
-            where="device" if kernel else "host",
+            name=str(args.get("Collective name") or call[2]),
+            where="device" if kernel or call[1] == "gloo:" else "host",
             ts_us=ts,
             dur_us=dur,
             elements=int(_number(elements)),
@@ -232,6 +247,9 @@ def read(source: Source, gather: Gather) -> int:
     rank = trace.rank if trace.rank >= 0 else 0
     for number, (_, dur) in trace.steps.items():
         gather.sample("step_ms", number, rank, dur / 1000)
+    for series, by_step in trace.work.per_step(trace.steps).items():
+        for number, spent_ms in by_step.items():
+            gather.sample(series, number, rank, spent_ms)
     by_name: dict[str, float] = defaultdict(float)
     for call in trace.calls:
         if call.where == "device":
@@ -246,10 +264,13 @@ def read(source: Source, gather: Gather) -> int:
         kernel_ms=trace.kernel_us / 1000,
         communication_ms=sum(by_name.values()) / 1000,
         backend=trace.backend,
+        work=trace.work.count() / max(1, len(trace.steps)),
+        pairwise=" ".join(trace.pairwise()),
     )
+    trace.work.spans.clear()  # told; what is kept for the comparison are the calls
     gather.place(rank, host=trace.host)
     gather.trace(trace)
-    gather.dropped += trace.dropped
+    gather.dropped += trace.dropped + trace.work.left_out
     if trace.cut_at >= 0:
         gather.gap(f"{source.name} at character {trace.cut_at}: the trace is cut off; {trace.events} events are used")
     gather.sources.add("kineto")
