@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from lanterne.causal.facts import Facts
 from lanterne.causal.words import Words, cause, evidence
-from lanterne.nouns import Cause
+from lanterne.nouns import Cause, Cost
 from lanterne.nouns import CauseCategory as C
 
 PAUSE_FACTOR = 1.5  # a pause is a step this much above the rank's median …
@@ -19,6 +20,8 @@ COLLECTION_MS = 200.0
 UNEVEN_TOKENS = 1.3  # the heaviest rank over the mean
 SLOWER = 0.75
 GAP_FACTOR = 10.0
+SLOW_SHARE, SLOW_SIGMAS, SLOW_STEADY, SLOW_STEPS_MIN = 0.15, 4.0, 0.9, 5
+"""A rank whose own step is this much longer than its peers', beyond their spread, in this share of the steps."""
 BLOCKED = ("backward_ms", "forward_ms", "step_ms")
 
 
@@ -30,6 +33,7 @@ def candidates(facts: Facts, words: Words) -> list[Cause]:
         or _pauses(facts)
         or _lengths(facts)
         or _equal(facts)
+        or _one_slower(facts)
         or _throughput(facts)
         or _one_long_step(facts, words)
     )
@@ -205,6 +209,41 @@ def _equal(facts: Facts) -> list[Cause]:
                 )
             ]
     return []
+
+
+def _one_slower(facts: Facts) -> list[Cause]:
+    """One rank's steps take longer than its peers' until the end: a timer that leaves the waiting out shows who."""
+    if len(facts.ranks) < 2 or any(np.isfinite(facts.get(n)).any() for n in ("lateness_ms", "busy_ms", "wait_ms")):
+        return []
+    x = facts.get("step_ms")
+    x = x[:, np.isfinite(x).any(axis=0)] if x.size else x
+    ranks = [r for c, r in enumerate(facts.ranks) if np.isfinite(facts.get("step_ms")[:, c]).any()]
+    full = np.isfinite(x).all(axis=1) if x.size else np.zeros(0, bool)
+    if int(full.sum()) < SLOW_STEPS_MIN or len(ranks) < 2:
+        return []
+    rows, steps = x[full], facts.steps[full]
+    late = rows[len(rows) // 2 :]  # it lasts to the end; what began earlier is dated below
+    column = int(np.median(late, axis=0).argmax())
+    others = np.delete(rows, column, axis=1)
+    usual = np.median(others, axis=1)
+    excess = rows[:, column] - usual
+    spread = float(1.4826 * np.median(np.abs(others - usual[:, None])))
+    own = float(1.4826 * np.median(np.abs(late[:, column] - np.median(late[:, column]))))
+    now, peers = float(np.median(excess[len(rows) // 2 :])), float(np.median(usual[len(rows) // 2 :]))
+    high = excess >= 0.5 * now
+    rival = float((np.median(np.delete(late, column, axis=1), axis=0) - peers).max())
+    bar = max(SLOW_SHARE * peers, SLOW_SIGMAS * max(spread, own))
+    if now < bar or high[len(rows) // 2 :].mean() < SLOW_STEADY or rival > 0.5 * now:
+        return []
+    at = 0 if high.mean() >= SLOW_STEADY else int(np.flatnonzero(~high[: len(rows) // 2 + 1])[-1]) + 1
+    says = evidence(
+        f"rank {ranks[column]} takes {now + peers:.1f} ms a step, its peers {peers:.1f} ms", value=now + peers,
+        unit="ms", baseline=peers, ref="step_ms",
+    )  # fmt: skip
+    needs = (f"what rank {ranks[column]} does longer: wait for data, kernels, clock and host load",)
+    score = 0.75 if len(ranks) > 2 else 0.6
+    named = cause(C.SLOW_COMPUTE, score, [says], rank=ranks[column], step=int(steps[at]), needs=needs)
+    return [replace(named, cost=Cost(saving_ms_per_step=now))]
 
 
 def _one_above(x: NDArray[Any]) -> bool:
