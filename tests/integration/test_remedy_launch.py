@@ -220,10 +220,11 @@ def test_elastic_launches_are_told_from_fixed_ones(command: list[str], can: bool
 
 def test_an_altered_order_in_the_database_is_refused_and_audited(server: Server) -> None:
     server.appear("forged")
+    server.appear("elsewhere")
     with server.launched("forged", ["stay", 0]) as process:
         assert line(process) == "attempt 0 - -"
         with sqlite3.connect(server.folder / "data" / "control.sqlite", timeout=30) as control:
-            made = server.order("again", "restart", nccl_algo="Ring")  # another job's order, moved over and altered
+            made = server.order("elsewhere", "restart", nccl_algo="Ring")  # another job's order, moved over and altered
             control.execute("UPDATE commands SET job = 'forged', attempt = 0 WHERE id = ?", [made["id"]])
         refused = server.wait(made["id"], "refused")
         assert "signature does not match" in refused["reason"]
