@@ -6,6 +6,8 @@ like that. So it fires only when the run's own baseline agrees, or when the user
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from lanterne.backend.detect.base import WARM_UP_STEPS, Levels, common, events, finding, median, robust_scale, step_at
@@ -143,20 +145,47 @@ def spikes(facts: Facts, levels: Levels) -> list[Anomaly]:
         if values is None or not len(facts.ranks):
             continue
         whole = common(facts, name)
-        best = _jumps(whole, ratio)
-        rank: int | None = None
-        for r in _suspects(values, ratio):
-            own = _jumps(values[:, r], ratio)
-            if own and (not best or own[0][0] < best[0][0] or (own[0][0] == best[0][0] and own[0][1] > 2 * best[0][1])):
-                best, rank = own, facts.ranks[r]
-        if best:
-            found.append(_spike(facts, name, kind, best, rank, values))
-        elif name == "loss":
-            found += _quantile(facts, whole)
+        for own_rows in _stretches(facts):
+            found += _spikes_of(facts, name, kind, ratio, values=_only(values, own_rows), whole=_only(whole, own_rows))
     spikeness = facts.get("loss_spikeness")
     if "loss_spikeness" in levels.chosen and np.nanmax(spikeness, initial=-np.inf) > levels.loss_spikeness:
         found.append(_level(facts, "loss_spikeness", spikeness, levels.loss_spikeness))
     return found
+
+
+def _stretches(facts: Facts) -> list[slice]:
+    """The rows between our own rollbacks: the loss of older parameters is no spike of the newer ones."""
+    back = {
+        e.step
+        for e in events(facts, EventName.COMMAND)
+        if e.attributes.get("action") == "rollback" and e.attributes.get("phase") == "applied" and e.step >= 0
+    }
+    cuts = [0, *sorted(int(np.searchsorted(facts.steps, step)) for step in back), len(facts.steps)]
+    return [slice(a, b) for a, b in pairwise(cuts) if b > a]
+
+
+def _only(values: FloatArray, rows: slice) -> FloatArray:
+    """``values`` with NaN outside ``rows``."""
+    if rows == slice(0, len(values)):
+        return values
+    out = np.full_like(values, np.nan)
+    out[rows] = values[rows]
+    return out
+
+
+def _spikes_of(
+    facts: Facts, name: str, kind: str, ratio: float, *, values: FloatArray, whole: FloatArray
+) -> list[Anomaly]:
+    """The first spike of a series ``values [steps, ranks]`` and of what its ranks have in common (``whole``)."""
+    best = _jumps(whole, ratio)
+    rank: int | None = None
+    for r in _suspects(values, ratio):
+        own = _jumps(values[:, r], ratio)
+        if own and (not best or own[0][0] < best[0][0] or (own[0][0] == best[0][0] and own[0][1] > 2 * best[0][1])):
+            best, rank = own, facts.ranks[r]
+    if best:
+        return [_spike(facts, name, kind, best, rank, values)]
+    return _quantile(facts, whole) if name == "loss" else []
 
 
 def _suspects(values: FloatArray, ratio: float) -> list[int]:

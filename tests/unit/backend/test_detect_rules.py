@@ -10,10 +10,11 @@ import pytest
 from detect_runs import SHAPES, T0, clean, event, facts, series
 
 from lanterne.backend import detect, incidents
+from lanterne.backend.detect import numerics
 from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.causal.facts import FactEvent, Facts, Place
 from lanterne.errors import UsageError
-from lanterne.nouns import Collective
+from lanterne.nouns import Collective, EventName
 
 Make = Callable[[], Facts]
 AT = 100
@@ -370,3 +371,17 @@ def test_a_ten_minute_checkpoint_of_the_usual_length_is_quiet() -> None:
 def test_nothing_is_said_about_an_empty_window() -> None:
     assert detect.run(Facts(job="job")) == []
     assert detect.run(replace(facts(series(3)), ranks_expected=4)) == []
+
+
+def test_the_loss_that_a_rollback_brings_back_is_no_spike_and_a_later_one_is() -> None:
+    found = series(260)
+    fall = 4.0 * np.exp(-np.arange(260) / 40)[:, None] + 0.3
+    found["loss"] = fall + np.random.default_rng(1).normal(0, 0.01, (260, 1)) + np.zeros((1, 4))
+    found["loss"][120:] = found["loss"][10:150]  # the parameters of step 10
+    back = FactEvent(rank=0, step=120, name=EventName.COMMAND, attributes={"action": "rollback", "phase": "applied"})
+    kinds = [a.kind for a in numerics.spikes(facts(found), Levels())]
+    assert "loss_spike" in kinds  # nobody ordered it
+    assert numerics.spikes(facts(found, [back]), Levels()) == []
+    found["loss"][220] *= 12
+    (spike,) = numerics.spikes(facts(found, [back]), Levels())
+    assert (spike.kind, spike.first_step) == ("loss_spike", 220)
