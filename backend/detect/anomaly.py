@@ -25,6 +25,8 @@ REPEATS = 3
 ALIKE = 0.6
 """Correlation of a series with itself one period later from which the period is believed."""
 SHARE_FLOOR = 0.02
+SCORE_MAX = 1000.0
+"""A series that never moved before has no scale of its own: beyond this a score says no more."""
 TREND = 25
 TRAIL = 9
 NOT_JUDGED = frozenset({"lr", "lr_planned", "parameter_checksum", "loss_scale"})
@@ -45,9 +47,10 @@ class Candidate:
     @property
     def says(self) -> str:
         who = "of most ranks" if self.rank is None else f"of rank {self.rank}"
+        beyond = "beyond " if abs(self.score) >= SCORE_MAX else ""
         return (
             f"{self.series} {who} went from {self.before:.4g} to {self.after:.4g} at step {self.step} "
-            f"({self.score:+.0f} sigma)"
+            f"({beyond}{self.score:+.0f} sigma)"
         )
 
 
@@ -147,7 +150,7 @@ def _moved(
     lasting = np.minimum(np.minimum(np.abs(z[:-2]), np.abs(z[1:-1])), np.abs(z[2:]))
     t = int(np.argmax(lasting))
     before, after = float(median(x[max(0, t - BEFORE) : t])), float(median(x[t : t + AFTER]))
-    score = float(np.sign(z[t]) * lasting[t])
+    score = float(np.clip(np.sign(z[t]) * lasting[t], -SCORE_MAX, SCORE_MAX))
     return Candidate(
         series=name, rank=None, step=int(facts.steps[t]), score=score, before=before, after=after, period=period
     )
@@ -171,6 +174,6 @@ def _moved_at(facts: Facts, name: str, values: FloatArray, step: int) -> Candida
     alone = values.shape[1] > 1 and abs(beyond[r]) > abs(common)
     return Candidate(
         series=name, rank=facts.ranks[r] if alone else None, step=int(facts.steps[t]),
-        score=float(z[r] if alone else common), before=float(usual[r] if alone else median(usual)),
+        score=float(np.clip(z[r] if alone else common, -SCORE_MAX, SCORE_MAX)), before=float(usual[r] if alone else median(usual)),
         after=float(level[r] if alone else median(level)),
     )  # fmt: skip
