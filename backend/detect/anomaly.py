@@ -174,6 +174,7 @@ def _moved_at(facts: Facts, name: str, values: FloatArray, step: int) -> Candida
     alone = values.shape[1] > 1 and abs(beyond[r]) > abs(common)
     return Candidate(
         series=name, rank=facts.ranks[r] if alone else None, step=int(facts.steps[t]),
-        score=float(np.clip(z[r] if alone else common, -SCORE_MAX, SCORE_MAX)), before=float(usual[r] if alone else median(usual)),
+        score=float(np.clip(z[r] if alone else common, -SCORE_MAX, SCORE_MAX)),
+        before=float(usual[r] if alone else median(usual)),
         after=float(level[r] if alone else median(level)),
     )  # fmt: skip
