@@ -4,7 +4,8 @@ The other stages want many steps and an onset. Here peers are the only yardstick
 ``excess[u, r]`` is how much later rank r enters than the median of the other members: in all calls of step u together,
 as far as the others' waiting shows it (late calls that overlap cost once), and no less than in its latest call; of
 call u, where calls carry no step. A rank is late when that is large against the step, the spread of the others
-and the clocks' error, nearly always. Where clocks do not tell, durations do: the last to enter has the shortest call.
+and the clocks' error, nearly always. Where clocks do not tell, durations do: the last to enter has the shortest call;
+where that is another rank than the one that seems late, nobody is named.
 """
 
 from __future__ import annotations
@@ -187,12 +188,10 @@ def _judged(facts: Facts, g: _Group) -> list[Late]:
     if not blurred or not np.isfinite(g.shorter).all():
         return []
     hits = _hits(g.shorter, bar)
-    if hits:
-        return [_told(facts, g, c, g.shorter, bar, step_ms) for c in hits]
-    waited = float(np.median(g.shorter.max(axis=1)))
-    return [_unknown(g, waited, "clocks of its hosts do not agree and no rank's calls are always the shortest")] * (
-        len(g.members) > 2 and waited >= 2 * bar
-    )
+    entered = _hits(g.excess, bar)
+    if hits and entered and not set(hits) & set(entered):
+        return [_unknown(g, hits[0], entered[0])]
+    return [_told(facts, g, c, g.shorter, bar, step_ms) for c in hits]
 
 
 def _hits(x: Floats, bar: float) -> list[int]:
@@ -234,7 +233,7 @@ def _told(facts: Facts, g: _Group, c: int, x: Floats, bar: float, step_ms: float
     category, score, proof, needs = _why(facts, g, c, level)
     score *= (0.85 if len(g.members) == 2 else 1.0) * (1.0 if clocked else 0.85) * (1.0 if g.stepped else 0.8)
     lead = float(np.median(x[:, c] - others.max(axis=1))) if others.shape[1] > 1 else level
-    saving = _saving(facts, g, c, max(lead, 0.0), step_ms) if g.stepped else 0.0
+    saving = min(level, _saving(facts, g, c, max(lead, 0.0), step_ms)) if g.stepped else 0.0
     return _late(g, rank, category, score, level, spread, saving, (first, *proof), needs)
 
 
@@ -249,11 +248,16 @@ def _late(
     )  # fmt: skip
 
 
-def _unknown(g: _Group, waited: float, why: str) -> Late:
-    says = f"ranks of group {g.name.split('#')[0]} wait {number(waited, 'ms')} for one of them: {why}"
-    proof = (Evidence(says=says, value=waited, unit="ms", ref="wait_ms"),)
+def _unknown(g: _Group, shortest: int, latest: int) -> Late:
+    level, error = float(np.median(g.shorter[:, shortest])), float(np.median(g.error))
+    says = (
+        f"ranks of group {g.name.split('#')[0]} wait {number(level, 'ms')} for one of them: rank {g.members[shortest]}"
+        f" has the shortest calls, rank {g.members[latest]} seems to enter last, clocks are known to"
+        f" {number(error, 'ms')}"
+    )
+    proof = (Evidence(says=says, value=level, unit="ms", baseline=error, ref="wait_ms"),)
     needs = ("clocks of the hosts on one time (NTP, PTP), or the ranks' own time in each step",)
-    return _late(g, None, C.UNKNOWN, 0.5, waited, 0.0, 0.0, proof, needs)
+    return _late(g, None, C.UNKNOWN, 0.5, level, 0.0, 0.0, proof, needs)
 
 
 def _other_role(facts: Facts, g: _Group, c: int) -> Evidence | None:
