@@ -30,7 +30,7 @@ from lanterne.settings import CollectorSettings
 
 TICK_S = 0.2
 HEARTBEAT_S = 1.0
-SAMPLE_S = 1.0
+SAMPLE_S = 0.5
 LINGER_S = 30.0
 """How long a shipper with nobody left to watch keeps trying to reach the backend."""
 HURRY_S = 3.0

@@ -9,7 +9,7 @@ from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
 SERIES = ("rss_bytes", "gpu_allocated_bytes", "shm_bytes")
-STEPS_MIN = 30
+STEPS_MIN = 24
 PARTS = 8
 GROWTH_BYTES = 192e6
 GROWTH_SHARE = 0.10

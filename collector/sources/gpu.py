@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML (``nvidia-ml-py``), read by the shipper about once a second. Absent GPU = absent source."""
+"""NVIDIA GPUs through NVML (``nvidia-ml-py``), read by the shipper about twice a second. Absent GPU = absent source."""
 
 from __future__ import annotations
 
