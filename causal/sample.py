@@ -26,8 +26,8 @@ from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, group_ranks
 C = CauseCategory
 Floats = NDArray[np.float64]
 LIVE = frozenset({"live", "simulator", "spool"})
-STEPS_MAX = 22
-"""From here on the detectors and stages for whole runs have enough steps."""
+STEPS_MAX = 200
+"""Longer windows have a past, and detectors and stages of their own."""
 STEPS_MIN, PAIR_STEPS_MIN, CALLS_MIN = 2, 3, 8
 FLOOR_MS = 4.0
 SHARE = 0.04
@@ -63,7 +63,10 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One group's calls: ``excess``, ``shorter`` [units, members] ms; ``error`` [members] ms."""
+    """One group's calls: ``excess``, ``shorter`` [units, members] ms; ``error``, ``noise`` [members] ms.
+
+    ``noise``: how much a unit's excess changes by chance, told by how each of its calls differs from unit to unit.
+    """
 
     name: str
     members: tuple[int, ...]
@@ -72,6 +75,7 @@ class _Group:
     excess: Floats
     shorter: Floats
     error: Floats
+    noise: Floats
 
 
 def late(facts: Facts) -> list[Late]:
@@ -141,6 +145,7 @@ def _group(facts: Facts, index: int) -> _Group | None:
     return _Group(
         w.group[index], tuple(int(m) for m in members), units.astype(np.int64), stepped, excess,
         _worst(-_beyond(length[whole]), unit, len(units)), np.array(error),
+        _noise(beyond, unit),
     )  # fmt: skip
 
 
@@ -150,6 +155,20 @@ def _beyond(x: Floats) -> Floats:
         return x - np.median(x, axis=1)[:, None]
     others = [np.median(np.delete(x, c, axis=1), axis=1) for c in range(x.shape[1])]
     return np.asarray(x - np.stack(others, axis=1), np.float64)
+
+
+def _noise(x: Floats, unit: NDArray[np.int64]) -> Floats:
+    """Of a sum over the calls of a unit: root mean square of each call's change between units, by rank."""
+    order = np.argsort(unit, kind="stable")
+    size = np.bincount(unit)
+    place = np.empty(len(unit), np.int64)
+    place[order] = np.arange(len(unit)) - np.repeat(np.cumsum(size) - size, size)
+    count = np.bincount(place)[:, None]
+    mean = np.zeros((len(count), x.shape[1]))
+    np.add.at(mean, place, x)
+    rest = x - (mean / count)[place]
+    free = max(1, len(x) - len(count))
+    return np.asarray(np.sqrt((rest**2).sum(axis=0) / free * len(x) / len(size)), np.float64)
 
 
 def _worst(x: Floats, unit: NDArray[np.int64], units: int) -> Floats:
@@ -181,35 +200,37 @@ def _judged(facts: Facts, g: _Group) -> list[Late]:
     step_ms = stats.rows_median(facts.get("step_ms")[:, columns].reshape(-1)) if len(facts.steps) else float("nan")
     bar = max(FLOOR_MS, SHARE * step_ms) if np.isfinite(step_ms) else FLOOR_MS
     clear = ERRORS * g.error <= np.median(g.excess, axis=0)
-    hits = [c for c in _hits(g.excess, bar) if clear[c]]
+    hits = [c for c in _hits(g.excess, g.noise, bar) if clear[c]]
     if hits:
         return [_told(facts, g, c, g.excess, bar, step_ms) for c in hits]
     blurred = ERRORS * float(np.median(g.error)) > bar
     if not blurred or not np.isfinite(g.shorter).all():
         return []
-    hits = _hits(g.shorter, bar)
-    entered = _hits(g.excess, bar)
+    hits = _hits(g.shorter, g.noise, bar)
+    entered = _hits(g.excess, g.noise, bar)
     if hits and entered and not set(hits) & set(entered):
         return [_unknown(g, hits[0], entered[0])]
     return [_told(facts, g, c, g.shorter, bar, step_ms) for c in hits]
 
 
-def _hits(x: Floats, bar: float) -> list[int]:
+def _hits(x: Floats, noise: Floats, bar: float) -> list[int]:
     """Members that stand out, at most a quarter of them: more is the shape of the job, not a straggler."""
     level = np.median(x, axis=0)
-    hits = [c for c in range(x.shape[1]) if level[c] >= bar and _stands_out(x, c, level)]
+    hits = [c for c in range(x.shape[1]) if level[c] >= bar and _stands_out(x, noise, c, level)]
     return hits if len(hits) <= max(1, x.shape[1] // 4) else []
 
 
-def _stands_out(x: Floats, c: int, level: Floats) -> bool:
+def _stands_out(x: Floats, noise: Floats, c: int, level: Floats) -> bool:
     mine, top = x[:, c], float(level[c])
     own = _mad(mine)
     steady = float(np.mean(mine >= 0.5 * top)) >= (STEADY if len(mine) > 4 else 1.0)
     if x.shape[1] == 2:
-        return steady and top >= SPREADS * own
+        return steady and top >= SPREADS * max(own, float(noise[c]))
     others = np.delete(x, c, axis=1)
     usual = others[:, np.median(others, axis=0) < 0.5 * top]
-    return steady and usual.shape[1] > 0 and top >= SPREADS * _mad(usual) and top >= OWN_SPREADS * own
+    if not usual.shape[1] or not steady:
+        return False
+    return top >= SPREADS * max(_mad(usual), float(np.median(np.delete(noise, c)))) and top >= OWN_SPREADS * own
 
 
 def _mad(x: Floats) -> float:

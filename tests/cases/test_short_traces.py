@@ -113,6 +113,7 @@ def span(name: str, category: str, at_ms: float, long_ms: float) -> dict[str, An
         (Job(gc_ms=60), "gc_pause"),
         (Job(gap_ms=50), "host_contention"),
         (Job(data_ms=80, ranks=2, slow=(1,)), "data_stall"),
+        (Job(data_ms=60, jitter_ms=5, steps=40, ranks=4, slow=(2,)), "data_stall"),
         (Job(data_ms=60, host="node%d", clock_ms={1: 900.0, 5: -700.0}), "data_stall"),
     ],
 )
@@ -142,7 +143,8 @@ def test_two_slow_ranks_of_eight_are_both_named(tmp_path: Path) -> None:
     [
         Job(slow=()),
         Job(slow=(), ranks=2),
-        Job(slow=(), jitter_ms=60),
+        Job(slow=(), jitter_ms=100, steps=2),
+        Job(slow=(), jitter_ms=100, steps=3, ranks=2),
         Job(slow=(), backend="gloo", ranks=4),
         Job(slow=(), host="node%d", clock_ms={1: 40.0, 5: -700.0}),
         Job(slow=tuple(range(8)), data_ms=200),
@@ -150,7 +152,7 @@ def test_two_slow_ranks_of_eight_are_both_named(tmp_path: Path) -> None:
         Job(kernel_factor=1.4, steps=1),
         Job(kernel_factor=1.3, pairwise=True),
     ],
-    ids=["even", "pair", "jitter", "gloo", "clocks", "all slow", "small", "one step", "pipeline"],
+    ids=["even", "pair", "jitter", "jitter of a pair", "gloo", "clocks", "all slow", "small", "one step", "pipeline"],
 )
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_neighbours_stay_quiet(job: Job, seed: int, tmp_path: Path) -> None:

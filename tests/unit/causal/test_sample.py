@@ -103,4 +103,4 @@ def test_live_jobs_and_long_windows_are_left_to_the_others() -> None:
     late, length = _behind(2)
     facts = _facts(late, length, 0.01)
     assert _named(replace(facts, sources=("live",))) == []
-    assert _named(_facts(np.tile(late, (5, 1)), np.tile(length, (5, 1)), 0.01)) == []
+    assert _named(_facts(np.tile(late, (50, 1)), np.tile(length, (50, 1)), 0.01)) == []
