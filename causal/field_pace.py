@@ -20,7 +20,7 @@ COLLECTION_MS = 200.0
 UNEVEN_TOKENS = 1.3  # the heaviest rank over the mean
 SLOWER = 0.75
 GAP_FACTOR = 10.0
-SLOW_SHARE, SLOW_SIGMAS, SLOW_STEADY, SLOW_STEPS_MIN = 0.15, 4.0, 0.9, 5
+SLOW_SHARE, SLOW_SIGMAS, SLOW_STEADY, SLOW_STEPS_MIN = 0.15, 4.0, 0.9, 6
 """A rank whose own step is this much longer than its peers', beyond their spread, in this share of the steps."""
 BLOCKED = ("backward_ms", "forward_ms", "step_ms")
 
@@ -228,8 +228,10 @@ def _one_slower(facts: Facts) -> list[Cause]:
     usual = np.median(others, axis=1)
     excess = rows[:, column] - usual
     spread = float(1.4826 * np.median(np.abs(others - usual[:, None])))
-    own = float(1.4826 * np.median(np.abs(late[:, column] - np.median(late[:, column]))))
-    now, peers = float(np.median(excess[len(rows) // 2 :])), float(np.median(usual[len(rows) // 2 :]))
+    tail = excess[len(rows) // 2 :]
+    robust = float(1.4826 * np.median(np.abs(tail - np.median(tail))))
+    own = robust if len(tail) >= 10 else float(tail.std(ddof=1))  # few values agree by chance
+    now, peers = float(np.median(tail)), float(np.median(usual[len(rows) // 2 :]))
     high = excess >= 0.5 * now
     rival = float((np.median(np.delete(late, column, axis=1), axis=0) - peers).max())
     bar = max(SLOW_SHARE * peers, SLOW_SIGMAS * max(spread, own))

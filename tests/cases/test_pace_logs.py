@@ -50,3 +50,12 @@ def test_a_slowness_of_all_ranks_names_none(layout: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("layout", ["jsonl", "text"])
 def test_even_ranks_are_healthy(layout: str, tmp_path: Path) -> None:
     assert judge(_write(tmp_path, layout, None, 0, 60)).healthy
+
+
+@pytest.mark.parametrize("steps", [6, 12, 60])
+def test_ranks_that_are_slow_by_turns_are_not_blamed(steps: int, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    for rank in range(4):
+        rows = [{"step": s, "rank": rank, "step_time": 0.1 * (1 + 0.4 * rng.random())} for s in range(steps)]
+        metrics_file(tmp_path / f"rank{rank}.jsonl", rows)
+    assert named_ranks(judge(tmp_path)) == set()
