@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24" "setuptools>=77"
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e ".[server,dev]"
+	@echo "compiling the collective tap and the OTLP decoder (once; without a C++ compiler slower ways are taken)"
+	-@$(BIN)/python -m lanterne.collector.native >/dev/null 2>&1
+	-@$(BIN)/python -m lanterne.backend.ingest.walker >/dev/null 2>&1
 	touch $(STAMP)
 
 dev: $(STAMP)

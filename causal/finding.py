@@ -9,6 +9,7 @@ from lanterne.causal.remedies import remedy_for
 from lanterne.nouns import Cause, CauseCategory, Cost, Evidence, Subject, Symptom
 
 NOBODY, NO_COST = Subject(), Cost()
+MS_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +94,10 @@ def make(
 
 
 def number(value: float, unit: str = "") -> str:
-    """A number for a sentence: three significant digits, bytes in binary units.
+    """A number for a sentence: three significant digits, bytes in binary units, no fractions of a microsecond.
 
-    >>> number(1234.5, "ms"), number(3 << 30, "bytes")
-    ('1.23 s', '3 GiB')
+    >>> number(1234.5, "ms"), number(3 << 30, "bytes"), number(-5.8e-5, "ms")
+    ('1.23 s', '3 GiB', '0 ms')
     """
     if unit == "bytes":
         for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -105,5 +106,7 @@ def number(value: float, unit: str = "") -> str:
         return f"{value:.0f} bytes"
     if unit == "ms" and abs(value) >= 1000:
         return f"{value / 1000:.3g} s"
+    if unit == "ms" and abs(value) < MS_FLOOR:
+        return "0 ms"
     text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{text} {unit}".strip()
