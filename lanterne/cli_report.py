@@ -17,6 +17,8 @@ from lanterne.nouns import LEDGER
 def _number(value: float | None, unit: str) -> str:
     if value is None:
         return ""
+    if unit == "ms" and abs(value) < 1e-3:  # a millionth of a second is below every clock's error
+        value = 0.0
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip()
 
