@@ -200,7 +200,14 @@ def test_one_shipper_serves_all_ranks_of_the_node(folder: Path) -> None:
         assert backend.wait(lambda: len(backend.events("exited")) == 4)
         for rank in range(4):
             assert_everything_once(backend, 100, rank)
-        assert len({json.dumps(row["attributes"]) for row in backend.events("clock_snapshot", 0)}) >= 1
+
+
+def test_the_node_s_clock_is_held_against_the_backend_s_while_it_trains(folder: Path) -> None:
+    with Backend() as backend:
+        trainer = start(folder, backend.url, 2000, "close")
+        assert backend.wait(lambda: backend.events("clock_snapshot", 0))
+        trainer.communicate(timeout=60)
+    assert trainer.returncode == 0
 
 
 def test_tls_that_does_not_verify_sends_nothing(folder: Path, tmp_path: Path) -> None:
