@@ -17,7 +17,7 @@ Goodput and badput by type follow Google's ML Goodput measurement; ETTR = produc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,8 @@ EXCESS = 1.25
 PHASES = ("checkpoint", "eval", "compile", "data_wait")
 PAUSE_STEPS = 2.0
 """A pause between steps below this many typical steps belongs to the loop and counts as idle, never as an incident."""
+LAG_NS = 60 * 10**9
+"""What is told at once is here well within this; beyond it, signs and steps are on different clocks."""
 IN_TRAINING = frozenset({"checkpoint", "eval", "compile", "data_wait", "recomputed", "slow_steps"})
 """Losses during which the job still makes its way: the job is available, although not productive."""
 
@@ -108,6 +110,7 @@ def account(steps: Steps, lives: Sequence[Life], troubles: Sequence[Trouble] = (
     for life in sorted(lives, key=lambda a: a.attempt):
         rows = np.flatnonzero(steps.attempt == life.attempt)
         rows = rows[np.argsort(steps.start_ns[rows], kind="stable")]
+        life = _on_clock_of(life, steps, rows)
         first = int(steps.start_ns[rows[0]]) if len(rows) else life.last_ns
         begin = min(max(life.first_ns, previous_end), first)
         if previous_end:
@@ -124,6 +127,16 @@ def account(steps: Steps, lives: Sequence[Life], troubles: Sequence[Trouble] = (
         else:
             previous_end = max(previous_end, life.last_ns)
     return Account(slices=tuple(slices), wall_s=sum(s.seconds for s in slices))
+
+
+def _on_clock_of(life: Life, steps: Steps, rows: IntArray) -> Life:
+    """Signs are timed by the server, steps by the job. Where the two do not even overlap (sent afterwards from a spool,
+    a clock that is off), the server's times say nothing of the job, and the steps alone tell its beginning and end."""
+    if not len(rows):
+        return life
+    first, end = int(steps.start_ns[rows[0]]), int(steps.start_ns[rows[-1]] + steps.duration_ms[rows[-1]] * 1e6)
+    apart = max(life.first_ns - end, first - life.last_ns)
+    return replace(life, first_ns=first, last_ns=end) if apart > LAG_NS else life
 
 
 def _slice(start_ns: int, end_ns: int, cause: str) -> list[Slice]:

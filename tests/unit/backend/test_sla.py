@@ -82,6 +82,20 @@ def test_a_pause_is_the_hang_that_covers_it() -> None:
     assert failures([life], [hang]) == 1
 
 
+@pytest.mark.parametrize("heard", [40_000_000, -40_000_000])
+def test_a_job_told_long_after_or_on_another_clock_is_as_long_as_its_steps(heard: int) -> None:
+    late = Life(attempt=0, first_ns=heard * S, last_ns=(heard + 5) * S, succeeded=True)
+    stuck = Trouble(cause="slow_compute", start_ns=50 * S)  # still open
+    spent = account(steps((0, 0, 100, 10)), [late], [stuck])
+    assert (spent.productive_s, spent.badput, spent.wall_s) == (100.0, {}, 100.0)
+
+
+def test_a_hang_right_after_the_start_counts_although_its_first_sign_came_after_its_steps() -> None:
+    spent = account(steps((0, 0, 3, 10)), [Life(attempt=0, first_ns=14 * S, last_ns=43 * S)],
+                    [Trouble(cause="rank_hung", start_ns=13 * S)])  # fmt: skip
+    assert spent.badput == {"rank_hung": 30.0}
+
+
 def test_budget_and_burn_rate() -> None:
     found = objective("ettr", 0.95, 0.70)
     assert found.burn_rate == pytest.approx(6.0)
