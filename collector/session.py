@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from lanterne.collector import identity as identities
 from lanterne.collector.overhead import OverheadMeter
@@ -433,12 +434,21 @@ def attach(
         if found.disabled:
             return session
         try:
+            _check_endpoint(found.endpoint)
             session.start()
         except Exception as error:
             session.enabled = False
             session._patches.undo()
             sys.stderr.write(f"lanterne: not attached ({type(error).__name__}: {error}); training goes on without\n")
         return session
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Say at once what would otherwise only stand in the shipper's log; the run is recorded all the same."""
+    if not endpoint.startswith(("http://", "https://")) or not urlsplit(endpoint).hostname:
+        sys.stderr.write(
+            f"lanterne: the endpoint {endpoint!r} is no http(s)://host:port; nothing can be sent, events stay on disk\n"
+        )
 
 
 def current() -> Session | None:

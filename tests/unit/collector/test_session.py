@@ -225,6 +225,17 @@ def test_a_folder_that_cannot_be_made_is_no_reason_to_stop(
     assert "not attached" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("endpoint", "told"), [("collector:4317", True), ("http://", True), ("http://h:4318", False)])
+def test_an_endpoint_that_is_none_is_told_and_the_run_is_recorded(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], endpoint: str, told: bool
+) -> None:
+    session = lanterne.attach(**settings, endpoint=endpoint)
+    session.step()
+    session.close()
+    assert ("is no http(s)://host:port" in capsys.readouterr().err) is told
+    assert events(session)
+
+
 def test_wrong_settings_are_told(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="ring_record_count"):
         lanterne.attach(**settings, ring_record_count=1)
