@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks._common import figure, report
+from benchmarks._fit import least_on
 from lanterne.backend.detect import anomaly, learned
 from lanterne.collector.sim.faults import simulate
 from lanterne.collector.sim.model import Shape
@@ -81,19 +82,7 @@ def fit(train: list[Floats], stop: list[Floats]) -> dict[str, Floats]:
         spread = out[:, 1].clamp(-3, 3)
         return (spread + 0.5 * ((target - out[:, 0]) / spread.exp()) ** 2).mean()
 
-    best, kept = float("inf"), {k: v.clone() for k, v in network.state_dict().items()}
-    for _ in range(EPOCHS):
-        for part in torch.randperm(len(x)).split(1024):
-            loss = loss_of(network(x[part]), y[part])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-        with torch.no_grad():
-            now = float(loss_of(network(vx), vy))
-        if now < best:
-            best, kept = now, {k: v.clone() for k, v in network.state_dict().items()}
-    return {k: v.numpy() for k, v in kept.items()}
+    return least_on((vx, vy), network, optimizer, (x, y), EPOCHS, loss_of)
 
 
 def disturbed(x: Floats, at: int, kind: int, rng: np.random.Generator) -> Floats:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks._common import figure, report
+from benchmarks._fit import least_on
 from benchmarks._oom_traces import KINDS, Floats
 from lanterne.backend.detect import oom
 
@@ -99,19 +100,7 @@ def train(fit: Set, stop: Set) -> dict[str, Floats]:
     x, y = torch.from_numpy(oom.features(fit[0], fit[1])).float(), torch.from_numpy(fit[2]).float()
     vx, vy = torch.from_numpy(oom.features(stop[0], stop[1])).float(), torch.from_numpy(stop[2]).float()
     loss_of = torch.nn.functional.binary_cross_entropy_with_logits
-    best, kept = float("inf"), {k: v.clone() for k, v in network.state_dict().items()}
-    for _ in range(EPOCHS):
-        for part in torch.randperm(len(x)).split(1024):
-            loss = loss_of(network(x[part]), y[part])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-        with torch.no_grad():
-            now = float(loss_of(network(vx), vy))
-        if now < best:
-            best, kept = now, {k: v.clone() for k, v in network.state_dict().items()}
-    return {k: v.numpy() for k, v in kept.items()}
+    return least_on((vx, vy), network, optimizer, (x, y), EPOCHS, loss_of)
 
 
 def average_precision(chance: Floats, reached: Floats) -> float:

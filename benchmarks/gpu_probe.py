@@ -139,7 +139,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="one round of 50 steps")
+    parser.add_argument("--json", action="store_true", help="said for the sake of the others: JSON is all it prints")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps = 1, 50
     why = reason_for_nothing()
     found = (
         {**dict.fromkeys(FIGURES), "reason": why} if why else {**measure(options.rounds, options.steps), "reason": ""}

@@ -129,3 +129,11 @@ def test_no_two_test_files_share_a_name() -> None:
     """pytest imports the test files of folders that are no packages by their bare name: two of one name break it."""
     names = [p.name for p in (ROOT / "tests").rglob("test_*.py") if not (p.parent / "__init__.py").exists()]
     assert sorted(n for n in set(names) if names.count(n) > 1) == []
+
+
+def test_make_bench_runs_benchmarks_that_take_its_options() -> None:
+    (names,) = re.findall(r"^BENCHMARKS := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    for name in names.split():
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+        assert '"--quick"' in text, name
+        assert '"--json"' in text, name
