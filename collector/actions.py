@@ -265,6 +265,8 @@ class Actions:
         if found is None:
             raise CommandRefused("rollback: the snapshot is gone")
         undo = self.snapshots.restore(found)
+        if (gradients := getattr(self.host, "gradients", None)) is not None:
+            gradients.recheck()
         return Effect({"state": f"step {step}"}, {"state": f"step {found}"}, undo=undo)
 
     def _check_set_io_weight(self, parameters: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from lanterne.nouns import AttributeValue, EventName, Identity
 from lanterne.settings import CollectorSettings
 
 POLL_S, POLL_SOON_S = 0.2, 0.02
-LEAD_S, LEAD_STEPS_MIN, LEAD_S_MAX = 0.8, 2, 30.0
+LEAD_S, LEAD_STEPS_MIN, LEAD_S_MAX = 0.5, 2, 30.0
 ROUND_NS = 4_000_000_000
 TRIES_MAX = 6
 STORE_TIMEOUT_S = 10.0

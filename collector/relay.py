@@ -20,7 +20,7 @@ from lanterne.collector import clock_sync
 from lanterne.collector.clock_sync import ClockSync, Snapshot
 from lanterne.collector.export import Transport
 
-COMMAND_POLL_S = 1.0
+COMMAND_POLL_S = 0.5
 ROUND_WAIT_MAX_S = 30.0
 INBOX_BYTES_MAX = 4 << 20
 _SEEN_MAX = 4_096

@@ -82,8 +82,15 @@ def _idle_s(facts: Facts) -> float:
     return max(0.0, (facts.now_ns - end_ns) / 1e9)
 
 
+def _bound_s(facts: Facts) -> float:
+    """The bound of the last standstill's alarm: the longest one that a rank was given; 0 without an alarm."""
+    stalls = [e for e in facts.events if e.name == EventName.STALL]
+    last = max((e.step for e in stalls), default=0)
+    return max((float(e.attributes.get("bound_s", 0.0)) for e in stalls if e.step >= last - 1), default=0.0)
+
+
 def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, Any]:
-    """``job attempt world step idle_s exited incident cause series lr`` for :class:`Expression`."""
+    """``job attempt world step idle_s bound_s exited incident cause series lr`` for :class:`Expression`."""
     cause = incident.causes[0] if incident.causes else Cause(category="unknown")  # type: ignore[arg-type]
     onset = cause.since_step if cause.since_step is not None else incident.opened_step
     series = _series(facts, onset)
@@ -95,6 +102,7 @@ def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, 
         "world": facts.ranks_expected or len(facts.ranks),
         "step": int(facts.steps[-1]) if len(facts.steps) else -1,
         "idle_s": _idle_s(facts),
+        "bound_s": _bound_s(facts),
         "exited": len({e.rank for e in facts.events if e.name == EventName.EXITED}),
         "incident": {"kind": incident.kind, "severity": str(incident.severity), "id": incident.id},
         "cause": {

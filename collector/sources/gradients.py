@@ -40,6 +40,15 @@ def layer_of(name: str) -> str:
     return parts[0]
 
 
+def turn_of(step: int) -> int:
+    """Which part of the parameters step ``step`` compares: of the step alone, because ranks may differ in how often
+    they look, and scattered (MurmurHash3's finalizer), because whoever looks seldom shall see every part in the end."""
+    mixed = step * 0x9E3779B1 & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return mixed ^ mixed >> 16
+
+
 class Interval:
     """How often a sampled source runs: every ``every`` steps, doubled while its average cost is above its share."""
 
@@ -66,6 +75,7 @@ class Gradients:
         self.recorder, self.meter, self.tap, self.model = recorder, meter, tap, model
         self.norms, self.ratios, self.sums = Interval(every), Interval(UPDATE_EVERY), Interval(CHECKSUM_EVERY)
         self.replicated = replicated
+        self._asked = False
         self._hits = tap.hits() if tap is not None else 0
         self._averaging: tuple[float, Any] = 1.0, None  # what DDP divided by, and for which model that is known
         self._names: dict[int, str] | None = None
@@ -115,12 +125,17 @@ class Gradients:
             ratio = torch.linalg.vector_norm(torch.stack(moved)) / torch.linalg.vector_norm(torch.stack(size))
         self.recorder.values.update_ratio = ratio
 
+    def recheck(self) -> None:
+        """All ranks just put their parameters back: compare them at the next boundary, not at the next turn."""
+        self._asked = True
+
     def before_close(self, step: int) -> None:
         """At the boundary: a checksum of a rotating part of the parameters, at the same steps on all ranks."""
-        if not self.replicated or not self.sums.due(step) or not self.meter.allows("checksum"):
+        asked, self._asked = self._asked, False
+        if not self.replicated or not (asked or self.sums.due(step)) or not self.meter.allows("checksum"):
             return
         began = monotonic_ns()
-        self.recorder.values.checksum = self._checksum(step // self.sums.every)
+        self.recorder.values.checksum = self._checksum(turn_of(step))
         self.sums.cost(monotonic_ns() - began, self.meter.step_ns)
 
     # --- norms ------------------------------------------------------------------------------------
