@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from lanterne.backend.store.records import BY_HAND
 from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.nouns import Anomaly, Incident, IncidentStatus, Severity, Subject
 
@@ -191,7 +192,7 @@ def join(facts: Facts, anomalies: Sequence[Anomaly], known: Sequence[Case] = (),
     again: dict[str, list[Anomaly]] = {}
     for members in sorted(group(anomalies), key=lambda g: min(a.first_step for a in g)):
         match = next((c for c in left if _same(c, members)), None)
-        later = [] if match is None else _after_remedy(facts, match, members)
+        later = [] if match is None else _after_end(facts, match, members)
         if match is None or later:
             cases.append(_opened(facts, later or members, now_ns))
         if match is not None:
@@ -202,18 +203,21 @@ def join(facts: Facts, anomalies: Sequence[Anomaly], known: Sequence[Case] = (),
     return cases
 
 
-def _remedied_step(facts: Facts, case: Case) -> int | None:
-    """The step at which a remedy of this case was verified; None for a case that no verified remedy ended."""
+def _ended_step(facts: Facts, case: Case) -> int | None:
+    """The step at which a person resolved this case, or a remedy of it was verified; None for any other case."""
     ledger = case.incident.ledger
-    if case.incident.status is not IncidentStatus.RESOLVED or not ledger.get("acted") or not len(facts.steps):
+    ended = ledger.get(BY_HAND) or (ledger.get("acted") and ledger.get("verified"))
+    if case.incident.status is not IncidentStatus.RESOLVED or not (ended or ledger.get("acted")):
         return None
-    at = datetime.fromisoformat(ledger["verified"]).timestamp() * 1e9 if ledger.get("verified") else facts.now_ns
+    if not len(facts.steps):
+        return None
+    at = datetime.fromisoformat(ended).timestamp() * 1e9 if ended else facts.now_ns
     return int(facts.steps[max(int(np.searchsorted(facts.step_start_ns, at)) - 1, 0)])
 
 
-def _after_remedy(facts: Facts, case: Case, members: Sequence[Anomaly]) -> list[Anomaly]:
-    """Signs that began after the case was mended and verified: the trouble is back, which is another incident."""
-    step = _remedied_step(facts, case)
+def _after_end(facts: Facts, case: Case, members: Sequence[Anomaly]) -> list[Anomaly]:
+    """Signs that began after the case was mended or closed by a person: the trouble is back, another incident."""
+    step = _ended_step(facts, case)
     return [] if step is None else [a for a in members if a.first_step > step + GAP_STEPS]
 
 
@@ -297,7 +301,7 @@ def _renewed(facts: Facts, case: Case, members: Sequence[Anomaly], now_ns: int) 
     worse = min(was.severity, worst(members))
     status = was.status
     unconfirmed = status is IncidentStatus.DISMISSED and case.missed >= CONFIRM  # not by a person: seen again after all
-    lasting = _remedied_step(facts, case) is None and not _over(facts, members)
+    lasting = _ended_step(facts, case) is None and not _over(facts, members)
     if unconfirmed or (status is IncidentStatus.RESOLVED and lasting):
         status = IncidentStatus.DIAGNOSED if was.causes else IncidentStatus.OPEN
     return _aged(

@@ -30,11 +30,11 @@ from lanterne.backend.policy import Door, defaults
 from lanterne.backend.store.batch import Batch
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
-from lanterne.backend.store.records import AttemptRecord, IncidentRecord
+from lanterne.backend.store.records import BY_HAND, AttemptRecord, IncidentRecord
 from lanterne.causal.facts import Facts
 from lanterne.clock import Clock, SystemClock, thread_cpu_ns
 from lanterne.errors import LanterneError
-from lanterne.nouns import NO_RANK, Incident, IncidentStatus, Report
+from lanterne.nouns import NO_RANK, BreakerState, Incident, IncidentStatus, Report
 from lanterne.settings import ServerSettings
 
 __all__ = ["LiveRunner", "React", "judge", "report"]
@@ -95,7 +95,7 @@ class LiveRunner:
     ) -> None:
         self.store, self.control, self.settings = store, control, settings
         self.clock: Clock = clock or SystemClock()
-        self.react: React = react or Door(control, store, settings, self.clock)
+        self.react: React = react or Door(control, store, settings, self.clock, self._breakers)
         self.alerter = alerter
         self.levels = levels_of(settings.levels)
         self.evaluations = 0
@@ -214,6 +214,10 @@ class LiveRunner:
         watched = self._watched.get((job, attempt))
         return None if watched is None else watched.safety
 
+    def _breakers(self, job: str, attempt: int) -> Sequence[BreakerState]:
+        found = self.safety(job, attempt)
+        return () if found is None else found.moved
+
     def _heard(self, job: str, attempt: int, watched: _Watched, now_ns: int) -> Beats:
         """The heartbeats with those that came since the last look, at most once a second."""
         if now_ns - watched.beats_at_ns >= BEATS_EVERY_S * 1e9:
@@ -329,7 +333,7 @@ def _merged(case: Case, current: IncidentRecord | None) -> Case:
     stored, mine = current.incident, case.incident
     ledger = {**mine.ledger, **stored.ledger}
     remedied = (IncidentStatus.ACTING, IncidentStatus.VERIFYING)
-    theirs = stored.status in (*remedied, IncidentStatus.DISMISSED) or mine.status in remedied
+    theirs = stored.status in remedied or mine.status in remedied or BY_HAND in stored.ledger
     status = stored.status if theirs else mine.status
     if status is not IncidentStatus.RESOLVED:
         ledger.pop("verified", None)

@@ -379,12 +379,16 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerState:
-    """Whether a process group may be trusted: ``closed``, ``open`` or ``half_open`` (docs/detectors.md)."""
+    """Whether a process group may be trusted: ``closed``, ``open`` or ``half_open`` (docs/detectors.md).
+
+    ``failures`` are its standstills and mismatches of the last five minutes, at most three.
+    """
 
     group: str
     state: str
     since_step: int | None = None
     opened_times: int = 0
+    failures: int = 0
     why: str = ""
 
 

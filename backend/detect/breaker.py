@@ -134,7 +134,7 @@ class Board:
         found = [
             BreakerState(
                 group=group, state=breaker.position.value, since_step=last[group].step if group in last else None,
-                opened_times=breaker.opened_times, why=breaker.why,
+                opened_times=breaker.opened_times, failures=len(breaker.failures), why=breaker.why,
             )
             for group, breaker in self.breakers.items()
         ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 A decision never raises and never acts. Reasons to hold, in the order in which they are looked at: stop
 switch, another remedy still being verified, too little confidence, budget, cool-down, breaker (the same
-signature failed, or was tried twice), blast radius, parameters that cannot be computed or are out of bounds.
+signature failed, or was tried twice), an open breaker of a process group, blast radius, parameters that cannot be
+computed or are out of bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from lanterne.backend.policy.model import MODES, RADII, Policy, Step
 from lanterne.backend.policy.view import since, view
 from lanterne.causal.facts import Facts
 from lanterne.errors import CommandRefused, UsageError
-from lanterne.nouns import Incident
+from lanterne.nouns import BreakerState, CauseCategory, Incident
+
+C = CauseCategory
+TOLD_BY_CALLS = frozenset(
+    {
+        C.SLOW_COMPUTE, C.THERMAL_THROTTLE, C.HOST_CONTENTION, C.EXCLUSIVE_WORK, C.PARTITION_IMBALANCE,
+        C.SEQUENCE_IMBALANCE, C.SLOW_LINK, C.TOPOLOGY_MISMATCH, C.NETWORK_FAILURE,
+    }
+)  # fmt: skip
+"""Causes that are read off who was late in which call: not to be trusted where the calls themselves are slow."""
+FAILURES = 3
+"""Failures within five minutes that open a breaker (backend/detect/breaker.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +66,7 @@ class History:
     failed: Mapping[str, int] = field(default_factory=dict)  # signature -> times undone
     open: Sequence[str] = ()  # signatures not yet verified
     stopped: str = ""  # the stop switch and who pulled it
+    breakers: Sequence[BreakerState] = ()  # of the process groups, as of the evaluation that decides
 
 
 def signature(policy: Policy, incident: Incident) -> str:
@@ -85,7 +98,7 @@ def decide(
     history: History, ceiling: str, now_ns: int,
 ) -> Decision:  # fmt: skip
     """Choose for the first cause of ``incident``. ``ceiling`` is the server's highest mode; ``now_ns`` Unix time."""
-    seen = view(job, attempt, incident, facts)
+    seen = view(job, attempt, incident, facts, history.breakers)
     fits = matching(policies, job, incident, seen)
     if not fits:
         return Decision(chose="none", why="no policy speaks about this cause")
@@ -159,6 +172,23 @@ def _radius(found: Sequence[Order]) -> str:
     return widest
 
 
+def _distrusted(category: CauseCategory, found: Sequence[Order], breakers: Sequence[BreakerState]) -> str:
+    """Does the open breaker of a group speak against these orders?
+
+    One that opened by failures holds whatever the trainers would have to carry out together; a restart, which builds
+    the groups anew, and orders that wait for no step go on. One that opened because calls are slow holds only the
+    remedies of causes that are read off calls. A half-open one lets its one trial through.
+    """
+    known = [orders.ACTIONS[order.action] for order in found]
+    together = any(action.where == "trainer" and not action.immediate for action in known)
+    for breaker in breakers:
+        if breaker.state != "open" or not (together if breaker.failures >= FAILURES else category in TOLD_BY_CALLS):
+            continue
+        since = "" if breaker.since_step is None else f" since step {breaker.since_step}"
+        return f"open breaker: group {breaker.group}{since}: {breaker.why}"
+    return ""
+
+
 def _hold(policy: Policy, incident: Incident, found: Sequence[Order], history: History, sign: str, now_ns: int) -> str:
     """Why not now; empty when nothing speaks against it."""
     cause = incident.causes[0]
@@ -177,6 +207,8 @@ def _hold(policy: Policy, incident: Incident, found: Sequence[Order], history: H
         return f"budget: {len(recent)} of {policy.budget} actions used in {policy.budget_s:g} s"
     if used and now_ns - used[-1] < policy.cool_down_s * 1e9:
         return f"cool-down: {(now_ns - used[-1]) / 1e9:.0f} of {policy.cool_down_s:g} s since the last action"
+    if told := _distrusted(cause.category, found, history.breakers):
+        return told
     reach = _radius(found)
     if RADII.index(reach) > RADII.index(policy.blast_radius):
         return f"blast radius: it would touch the {reach}, the policy allows {policy.blast_radius}"

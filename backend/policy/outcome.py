@@ -18,7 +18,7 @@ from lanterne.backend.policy.book import Book
 from lanterne.backend.policy.model import Verify
 from lanterne.backend.policy.view import since
 from lanterne.backend.store.control import ControlStore
-from lanterne.backend.store.records import CommandRecord, rfc3339
+from lanterne.backend.store.records import BY_HAND, CommandRecord, rfc3339
 from lanterne.causal.facts import Facts
 from lanterne.errors import CommandRefused
 from lanterne.nouns import Incident, IncidentStatus
@@ -28,9 +28,13 @@ NOT_DONE = frozenset({"refused", "expired", "cancelled"})
 
 
 def stamped(incident: Incident, status: IncidentStatus | None, **stamps: str) -> Incident:
-    """The incident with a status (None: as it is) and more ledger stamps (empty ones are left out)."""
+    """The incident with a status (None: as it is) and more ledger stamps (empty ones are left out).
+
+    One that a person closed in the meantime keeps the status that they gave it.
+    """
     ledger = {**incident.ledger, **{k: v for k, v in stamps.items() if v}}
-    return replace(incident, ledger=ledger, status=status or incident.status)
+    kept = status is None or BY_HAND in incident.ledger
+    return replace(incident, ledger=ledger, status=incident.status if kept else status)
 
 
 def verify(control: ControlStore, store: Any, facts: Facts, now_ns: int) -> list[Incident]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
@@ -19,9 +19,11 @@ from lanterne.backend.store.records import DecisionRecord, rfc3339
 from lanterne.causal.facts import Diagnosis, Facts
 from lanterne.clock import Clock
 from lanterne.errors import CommandRefused, UsageError
-from lanterne.nouns import Incident, IncidentStatus, Remedy, to_json
+from lanterne.nouns import BreakerState, Incident, IncidentStatus, Remedy, to_json
 from lanterne.settings import ServerSettings
 
+Breakers = Callable[[str, int], Sequence[BreakerState]]
+"""(job, attempt) -> the breakers of its process groups that moved, as of the last evaluation."""
 FINAL = (IncidentStatus.RESOLVED, IncidentStatus.DISMISSED)
 
 
@@ -58,8 +60,12 @@ class Door:
     It verifies what was done in the job, then reacts to the incident; None when nothing changed.
     """
 
-    def __init__(self, control: ControlStore, store: Any, settings: ServerSettings, clock: Clock) -> None:
+    def __init__(
+        self, control: ControlStore, store: Any, settings: ServerSettings, clock: Clock,
+        breakers: Breakers = lambda _job, _attempt: (),
+    ) -> None:  # fmt: skip
         self.control, self.store, self.settings, self.clock = control, store, settings, clock
+        self.breakers = breakers
 
     def __call__(self, incident: Incident, facts: Facts) -> Incident | None:
         now_ns = self.clock.unix_ns()
@@ -67,8 +73,9 @@ class Door:
         current = changed.get(incident.id, incident)
         diagnosis = Diagnosis(kind=incident.kind, causes=current.causes)
         decided = react(
-            self.control, self.store, facts.job, facts.attempt, current, diagnosis, facts, self.settings, now_ns
-        )
+            self.control, self.store, facts.job, facts.attempt, current, diagnosis, facts, self.settings, now_ns,
+            self.breakers(facts.job, facts.attempt),
+        )  # fmt: skip
         return None if decided == incident else decided
 
 
@@ -77,7 +84,7 @@ class Door:
 
 def react(
     control: ControlStore, store: Any, job: str, attempt: int, incident: Incident, diagnosis: Diagnosis,
-    facts: Facts, settings: ServerSettings, now_ns: int,
+    facts: Facts, settings: ServerSettings, now_ns: int, breakers: Sequence[BreakerState] = (),
 ) -> Incident:  # fmt: skip
     """Decide about a diagnosed incident and act within the ceiling of ``settings.policy``.
 
@@ -96,7 +103,8 @@ def react(
     last = control.decisions(incident.id)[-1:]
     if any(entry["incident"] == incident.id for entry in book.open):
         return incident  # it keeps the remedy that was decided
-    chosen = decide(policies(control), job, attempt, incident, facts, book.history(), settings.policy, now_ns)
+    history = replace(book.history(), breakers=breakers)
+    chosen = decide(policies(control), job, attempt, incident, facts, history, settings.policy, now_ns)
     if last and not _again(last[0], chosen, book.outcomes.get(incident.id, "")):
         return _with_remedy(incident, chosen)
     if chosen.chose in {"act", "propose"}:

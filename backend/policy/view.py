@@ -9,12 +9,13 @@ or infinite: with 1 there is no ``last``); a series that was never recorded is a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lanterne.causal.facts import Facts, FloatArray
-from lanterne.nouns import Cause, EventName, Incident
+from lanterne.nouns import BreakerState, Cause, EventName, Incident
 
 LAST_STEPS = 3
 BEFORE_STEPS = 30
@@ -89,8 +90,10 @@ def _bound_s(facts: Facts) -> float:
     return max((float(e.attributes.get("bound_s", 0.0)) for e in stalls if e.step >= last - 1), default=0.0)
 
 
-def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, Any]:
-    """``job attempt world step idle_s bound_s exited incident cause series lr`` for :class:`Expression`."""
+def view(
+    job: str, attempt: int, incident: Incident, facts: Facts, breakers: Sequence[BreakerState] = ()
+) -> dict[str, Any]:
+    """``job attempt world step idle_s bound_s exited breakers incident cause series lr`` for :class:`Expression`."""
     cause = incident.causes[0] if incident.causes else Cause(category="unknown")  # type: ignore[arg-type]
     onset = cause.since_step if cause.since_step is not None else incident.opened_step
     series = _series(facts, onset)
@@ -104,6 +107,7 @@ def view(job: str, attempt: int, incident: Incident, facts: Facts) -> dict[str, 
         "idle_s": _idle_s(facts),
         "bound_s": _bound_s(facts),
         "exited": len({e.rank for e in facts.events if e.name == EventName.EXITED}),
+        "breakers": {s: sum(b.state == s for b in breakers) for s in ("open", "half_open")},
         "incident": {"kind": incident.kind, "severity": str(incident.severity), "id": incident.id},
         "cause": {
             "category": str(cause.category),

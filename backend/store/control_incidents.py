@@ -13,12 +13,14 @@ from sqlalchemy import delete, func, select, update
 from lanterne.backend.store.database import Database, dumps
 from lanterne.backend.store.models import CauseRow, DecisionRow, IncidentRow, NoteRow, SilenceRow
 from lanterne.backend.store.records import (
+    BY_HAND,
     OPEN_STATUSES,
     DecisionRecord,
     IncidentRecord,
     IncidentSummary,
     NoteRecord,
     SilenceRecord,
+    rfc3339,
 )
 from lanterne.nouns import Incident, IncidentStatus, to_json
 
@@ -121,13 +123,16 @@ class Incidents(Database):
             return [_record(row) for row in session.scalars(query)]
 
     def set_incident_status(self, incident: str, status: IncidentStatus) -> IncidentRecord | None:
-        """Set the status in columns and body alike; None when there is no such incident."""
+        """A person closes it: status in columns and body alike, and the stamp ``closed``; None where there is none."""
         with self.writing() as session:
             row = session.get(IncidentRow, incident)
             if row is None:
                 return None
             row.status, row.updated_ns = str(status), self.clock.unix_ns()
-            row.body = dumps(json.loads(row.body) | {"status": str(status)})
+            body = json.loads(row.body)
+            row.body = dumps(
+                body | {"status": str(status), "ledger": body["ledger"] | {BY_HAND: rfc3339(row.updated_ns)}}
+            )
             session.flush()
             return _record(row)
 

@@ -12,6 +12,8 @@ from lanterne.nouns import Identity, Incident
 COMMAND_STATES = (
     "proposed", "pending", "sent", "committed", "applied", "refused", "expired", "cancelled", "undone",
 )  # fmt: skip
+BY_HAND = "closed"
+"""Ledger stamp of an incident that a person resolved or dismissed: what they said stands."""
 OPEN_STATUSES = ("open", "diagnosed", "acting", "verifying")
 
 

@@ -172,6 +172,33 @@ def test_a_verified_incident_stays_resolved_and_new_trouble_is_a_new_one(launche
         assert launches.incident().ledger["verified"] == mended.ledger["verified"]
 
 
+def test_what_a_person_closed_stays_closed_while_its_old_signs_last(house: House) -> None:
+    house.play(simulate(SMALL, (("lr_jump", 2, 60),), seed=3, name="j"), evaluate_every=15)
+    (found,) = house.control.incidents("j")
+    closed = house.control.set_incident_status(found.incident.id, IncidentStatus.RESOLVED)
+    assert closed is not None
+    for runner in (house.runner, LiveRunner(house.store, house.control, house.settings, clock=house.clock)):
+        for _ in range(4):
+            house.clock.advance(10**9)
+            runner.evaluate("j", 0)
+            (now,) = house.control.incidents("j")
+            assert now.incident.status is IncidentStatus.RESOLVED
+            assert now.incident.ledger["closed"] == closed.incident.ledger["closed"]
+    assert [i.status for i in house.report("j").incidents] == [IncidentStatus.RESOLVED]
+
+
+def test_a_remedy_that_ends_does_not_open_what_a_person_closed(launches: Launches) -> None:
+    launches.attempt(0, "crash")
+    (order,) = launches.orders()
+    launches.house.control.set_incident_status(launches.incident().id, IncidentStatus.DISMISSED)
+    launches.launcher(order, "received", "committed", "applied")
+    launches.evaluate(0)
+    launches.attempt(1, steps=90)
+    launches.evaluate(1)
+    launches.evaluate(0)
+    assert launches.incident().status is IncidentStatus.DISMISSED
+
+
 @pytest.mark.parametrize(
     ("fault", "action"),
     [("lr_jump", "set_lr"), ("crash", "restart"), ("nonfinite", "rollback"), ("bad_batch", "rollback")],

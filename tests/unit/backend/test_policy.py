@@ -22,6 +22,7 @@ from lanterne.causal.facts import Diagnosis, FactEvent, Facts
 from lanterne.clock import SimulatedClock
 from lanterne.errors import UnreadableInput, UsageError
 from lanterne.nouns import (
+    BreakerState,
     Cause,
     CauseCategory,
     EventName,
@@ -205,6 +206,56 @@ def test_the_blast_radius_holds() -> None:
     narrow = replace(policy.defaults()[0], blast_radius="rank")
     chosen = decide([narrow], JOB, 0, incident(), facts(), History(), "auto", 10 * S)
     assert chosen.why == "blast radius: it would touch the job, the policy allows rank"
+
+
+def _breaker(state: str = "open", failures: int = 0) -> BreakerState:
+    return BreakerState(group="0,1,2,3", state=state, since_step=50, opened_times=1, failures=failures, why="slow")
+
+
+STACKS = policy.parse({"name": "look", "causes": ["slow_link"], "mode": "auto", "action": "collect_stacks"})
+SLOWER = policy.parse(
+    {"name": "slower", "causes": ["slow_link"], "mode": "auto", "action": "scale_lr", "parameters": {"factor": 0.5}}
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "breaker", "held"),
+    [
+        (None, _breaker(failures=3), True),  # a group whose calls fail carries nothing out together
+        (None, _breaker(), False),  # a rate that jumped is no matter of slow calls
+        (None, _breaker("half_open", failures=1), False),  # its one trial
+        (None, _breaker("closed"), False),
+        (SLOWER, _breaker(), True),  # what calls say while they are slow is not trusted
+        (STACKS, _breaker(failures=3), False),  # looking is always allowed
+    ],
+)
+def test_an_open_breaker_of_a_group_shapes_the_decision(rule: Any, breaker: BreakerState, held: bool) -> None:
+    found = incident(CauseCategory.SLOW_LINK if rule else CauseCategory.LR_MISCONFIGURED)
+    rules = [rule] if rule else policy.defaults()
+    chosen = decide(rules, JOB, 0, found, facts(), History(breakers=(breaker,)), "auto", 10 * S)
+    assert chosen.chose == ("hold" if held else "act")
+    assert chosen.why.startswith("open breaker: group 0,1,2,3 since step 50") is held
+
+
+def test_an_open_breaker_does_not_hold_a_restart_and_can_be_asked_for() -> None:
+    found = incident(CauseCategory.RANK_CRASHED, subject=Subject(rank=2))
+    chosen = choose(found, facts(), breakers=(_breaker(failures=3),))
+    assert (chosen.chose, chosen.orders[0].action) == ("act", "restart")
+    rule = policy.parse({"name": "a", "when": "breakers.open == 1 && breakers.half_open == 0", "action": "empty_cache"})
+    for breakers, chose in (((_breaker(),), "suggest"), ((), "none")):
+        assert decide([rule], JOB, 0, incident(), facts(), History(breakers=breakers), "auto", 10 * S).chose == chose
+
+
+@pytest.mark.parametrize(
+    ("bound_s", "idle_s", "action"),
+    [(5.0, 9.0, "collect_stacks"), (5.0, 11.0, "restart"), (40.0, 60.0, "collect_stacks")],
+)
+def test_a_hang_is_restarted_after_twice_the_bound_of_its_phase(bound_s: float, idle_s: float, action: str) -> None:
+    stall = FactEvent(name=EventName.STALL, rank=2, step=79, job_ns=80 * S, attributes={"bound_s": bound_s})
+    seen = facts(events=[stall])
+    seen = replace(seen, step_start_ns=np.arange(80, dtype=np.int64) * S + S, now_ns=int((80 + idle_s) * S))
+    found = incident(CauseCategory.RANK_HUNG, subject=Subject(rank=2))
+    assert choose(found, seen).orders[0].action == action
 
 
 def test_a_parameter_out_of_bounds_holds() -> None:
