@@ -29,7 +29,6 @@ def make(tmp_path: Path) -> Make:
     return made
 
 
-
 def checksum(source: Gradients, step: int) -> int | None:
     source.recorder.values.checksum = None
     source.before_close(step)
