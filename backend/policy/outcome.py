@@ -33,8 +33,8 @@ def stamped(incident: Incident, status: IncidentStatus | None, **stamps: str) ->
     One that a person closed in the meantime keeps the status that they gave it.
     """
     ledger = {**incident.ledger, **{k: v for k, v in stamps.items() if v}}
-    kept = status is None or BY_HAND in incident.ledger
-    return replace(incident, ledger=ledger, status=incident.status if kept else status)
+    closed = BY_HAND in incident.ledger
+    return replace(incident, ledger=ledger, status=incident.status if status is None or closed else status)
 
 
 def verify(control: ControlStore, store: Any, facts: Facts, now_ns: int) -> list[Incident]:
