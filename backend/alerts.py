@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -40,6 +40,8 @@ TIMEOUT_S = 5.0
 TRIES = 3
 QUEUE_MAX = 1_000
 TEXT_MAX = 600
+BURN = "error_budget_burn"
+"""Kind of an alert about a job's service levels, which is no incident: it leads to the job's page."""
 OVER = frozenset({IncidentStatus.RESOLVED, IncidentStatus.DISMISSED})
 
 
@@ -149,7 +151,8 @@ def generic_body(job: str, alerts: Sequence[Alert], link: str = "") -> dict[str,
 
 
 def _page(link: str, alert: Alert) -> str:
-    return f"{link.rstrip('/')}/incidents/{alert.incident.id}" if link else ""
+    about = f"jobs/{quote(alert.job)}" if alert.incident.kind == BURN else f"incidents/{alert.incident.id}"
+    return f"{link.rstrip('/')}/{about}" if link else ""
 
 
 def _escaped(text: str) -> str:

@@ -50,6 +50,8 @@ FAMILY_OF_CAUSE: Mapping[CauseCategory, str] = {
 """Cause -> family of the incidents that it explains; the rest is numerics."""
 SPOKEN: Mapping[str, CauseCategory] = {
     "scaler_misuse": C.SCALER_MISUSE, "heartbeat_lost": C.RANK_MISSING, "liveness": C.RANK_MISSING,
+    "replica_divergence": C.REPLICA_DIVERGENCE, "optimizer_mismatch": C.REPLICA_DIVERGENCE,
+    "grad_vanishing": C.GRADIENT_VANISHING,
 }  # fmt: skip
 """Findings that are their own cause where the engine has none: a wrong call is one, and so is a rank that is gone."""
 SPOKEN_CONFIDENCE = 0.7
@@ -74,7 +76,7 @@ def evaluate(
     breakers and rules as the evaluation before left them.
     """
     anomalies = detect.run(facts, levels, beats)
-    guarded = safety.look(facts, beats, before)
+    guarded = safety.look(facts, beats, before, levels)
     cases = incidents.join(facts, anomalies, known, now_ns=now_ns)
     seen = [case for case in cases if case.anomalies and not case.missed]
     offline = not LIVE & set(facts.sources)

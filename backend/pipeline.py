@@ -23,10 +23,11 @@ from lanterne.backend.align.frame import Frame
 from lanterne.backend.detect import heartbeat
 from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.backend.detect.heartbeat import Beats
-from lanterne.backend.detect.safety import Safety
+from lanterne.backend.detect.safety import Safety, told
 from lanterne.backend.incidents import FOLDED, Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
 from lanterne.backend.policy import Door, defaults
+from lanterne.backend.sla.watch import BurnWatch, burning
 from lanterne.backend.store.batch import Batch
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
@@ -97,6 +98,7 @@ class LiveRunner:
         self.clock: Clock = clock or SystemClock()
         self.react: React = react or Door(control, store, settings, self.clock, self._breakers)
         self.alerter = alerter
+        self.burn = None if alerter is None else BurnWatch(alerter, burning(store, control))
         self.levels = levels_of(settings.levels)
         self.evaluations = 0
         self._dirty: set[tuple[str, int]] = set()
@@ -200,11 +202,14 @@ class LiveRunner:
         beats = self._heard(job, attempt, watched, now)
         judgement = evaluate(facts, watched.cases, now_ns=now, levels=self.levels, beats=beats, before=watched.safety)
         watched.safety = judgement.safety
-        settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
+        guarded = replace(facts, events=[*facts.events, *told(facts, judgement.safety)])
+        settled = [self._settle(job, attempt, watched, case, guarded) for case in judgement.cases]
         watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
         watched.last_ns = now
         self._keep_waits(job, attempt, watched, facts)
         self._keep_clocks(job, attempt, watched, facts, clocks)
+        if self.burn is not None:
+            self.burn.look(job, now)
         self.evaluations += 1
         report = report_of(facts, watched.cases, watched.safety)
         return Judgement(report=report, cases=tuple(watched.cases), safety=judgement.safety)

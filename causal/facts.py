@@ -24,6 +24,9 @@ loss_spikeness lr lr_planned lr_drift loss_scale update_ratio
 tokens samples      work of the step on that rank
 throughput          work per second as the trainer printed it (tokens, samples or steps: compare it with itself only)
 rss_bytes cgroup_bytes gpu_allocated_bytes gpu_reserved_bytes shm_bytes
+rss_limit_bytes gpu_limit_bytes  the most that the process, or what its device holds, may reach at that time
+fp16_underflow fp16_overflow e4m3_underflow e4m3_overflow  shares of a sample of the (scaled) gradient elements
+grad_std            standard deviation of that sample
 gpu_clock_mhz gpu_temperature_c gpu_throttle (bit mask) gpu_power_w gpu_ecc_errors
 host_cpu_percent host_steal_percent host_runqueue process_cpu_ms (CPU time of the rank in the step)
 loader_ms           time a loader worker took for the batch   net_retries  disk_ms

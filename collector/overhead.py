@@ -13,7 +13,7 @@ from time import monotonic_ns
 from lanterne.collector.ring import Ring
 from lanterne.nouns import EventName
 
-SHED_ORDER = ("layer_norms", "update_ratio", "fingerprint", "grad_norm", "checksum")
+SHED_ORDER = ("layer_norms", "ranges", "update_ratio", "fingerprint", "grad_norm", "checksum")
 """The dearest and least needed first. Steps, phases, loss, lr and collectives are never shed."""
 SHADOW_EVERY = 16
 SETTLE_STEPS = 128

@@ -37,7 +37,8 @@ def _safety(context: Context, job: str, attempt: int) -> Safety:
 
 @router.get("/jobs/{job}/breakers")
 def breakers(context: Ctx, at: OfJob) -> dict[str, Any]:
-    """The circuit breaker of each process group, their moves, and the service rules with what they measured."""
+    """The circuit breaker of each process group, their moves, the service rules with what they measured, and how each
+    rank stands to its memory limits with the chance that it reaches them soon."""
     found = _safety(context, at.job.id, at.attempt)
     return {
         "items": to_json(found.board.states()),
@@ -45,6 +46,7 @@ def breakers(context: Ctx, at: OfJob) -> dict[str, Any]:
             to_json(change) | {"at": rfc3339(int(change.at_s * 1e9))} for change in reversed(found.board.changes)
         ],
         "rules": to_json(found.rules),
+        "memory": to_json(found.memory),
     }
 
 

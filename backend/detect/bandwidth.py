@@ -1,8 +1,9 @@
-"""Bandwidth of each group against the best that the same group has shown (contract: below 70% is flagged).
+"""Bandwidth of each group against the best that it has shown, and against its topology (contract: 70% is flagged).
 
 Only the largest calls count: small ones measure latency. Best and present are medians over 50 calls, so that neither
-one lucky call nor one bad one decides. Algorithm bandwidth (payload over time): the bus factor of a group is constant
-and cancels out.
+one lucky call nor one bad one decides. Against its own best a group's algorithm bandwidth (payload over time) is
+enough: the bus factor is constant and cancels out. What the topology gives is told by the user (``LANTERNE_LEVELS``:
+``node_gb_per_s`` within a host, ``network_gb_per_s`` between hosts), and is compared with the bus bandwidth.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lanterne.causal.facts import FloatArray, IntArray
+from lanterne.backend.detect.base import Levels
+from lanterne.causal.facts import Facts, FloatArray, IntArray
 from lanterne.nouns import Ruling
 
 SHARE = 0.7
@@ -26,6 +28,7 @@ class Speed:
     """``recent``: GB/s of the last calls of the largest kind; ``best``: highest median of 50; ``took_ms``: now."""
 
     kind: int
+    op: str = ""
     recent: tuple[float, ...] = ()
     best: float = 0.0
     count: int = 0
@@ -36,8 +39,27 @@ class Speed:
         return float(np.median(self.recent)) if self.recent else float("nan")
 
 
-def follow(before: Speed | None, kind: IntArray, size: IntArray, took_ms: FloatArray) -> Speed | None:
-    """The speed after more calls of a group (parallel arrays in order); a larger kind that comes often begins anew."""
+def bus_factor(op: str, ranks: int) -> float | None:
+    """Bus over algorithm bandwidth of an operation (nccl-tests, PERFORMANCE.md); None where the bytes are unclear.
+
+    >>> bus_factor("all_reduce", 8), bus_factor("broadcast", 8), bus_factor("send", 2)
+    (1.75, 1.0, None)
+    """
+    name = op.lower().replace("_", "")
+    if "allreduce" in name:
+        return 2 * (ranks - 1) / ranks
+    if "reducescatter" in name:
+        return (ranks - 1) / ranks
+    return 1.0 if name.startswith(("broadcast", "reduce")) else None
+
+
+def follow(
+    before: Speed | None, kind: IntArray, size: IntArray, took_ms: FloatArray, ops: Mapping[int, str] | None = None
+) -> Speed | None:
+    """The speed after more calls of a group (parallel arrays in order); a larger kind that comes often begins anew.
+
+    ``ops`` names the operation of a kind.
+    """
     usable = (size > 0) & (took_ms > 0)
     kinds, counts = np.unique(kind[usable], return_counts=True)
     often = kinds[counts >= CALLS]
@@ -45,7 +67,7 @@ def follow(before: Speed | None, kind: IntArray, size: IntArray, took_ms: FloatA
     if before is None or largest > before.kind:
         if largest < 0:
             return before
-        before = Speed(kind=largest)
+        before = Speed(kind=largest, op=(ops or {}).get(largest, ""))
     mine = np.flatnonzero(usable & (kind == before.kind))
     if not len(mine):
         return before
@@ -53,8 +75,8 @@ def follow(before: Speed | None, kind: IntArray, size: IntArray, took_ms: FloatA
     blocks = speed[: len(speed) // CALLS * CALLS].reshape(-1, CALLS)
     best = max([before.best, *np.median(blocks, axis=1).tolist()])
     return Speed(
-        kind=before.kind, recent=tuple(speed[-CALLS:].tolist()), best=best, count=before.count + len(mine),
-        took_ms=float(np.median(took_ms[mine][-CALLS:])),
+        kind=before.kind, op=before.op, recent=tuple(speed[-CALLS:].tolist()), best=best,
+        count=before.count + len(mine), took_ms=float(np.median(took_ms[mine][-CALLS:])),
     )  # fmt: skip
 
 
@@ -69,3 +91,26 @@ def rulings(speeds: Mapping[str, Speed]) -> list[Ruling]:
         for group, s in sorted(speeds.items())
         if s.count >= 2 * CALLS and s.best > 0
     ]  # fmt: skip
+
+
+def of_topology(speeds: Mapping[str, Speed], facts: Facts, levels: Levels) -> list[Ruling]:
+    """Bus bandwidth of a group against what its links should give; nothing where the user told no figure for them."""
+    found = []
+    for group, s in sorted(speeds.items()):
+        members = facts.groups.get(group, ())
+        factor = bus_factor(s.op, len(members)) if len(members) > 1 else None
+        hosts = {facts.places[r].host for r in members if r in facts.places}
+        known = len(hosts) > 1 or (hosts and all(r in facts.places for r in members))
+        should = levels.network_gb_per_s if len(hosts) > 1 else levels.node_gb_per_s
+        if factor is None or not known or should <= 0 or s.count < CALLS:
+            continue
+        bus, links = factor * s.now, "between hosts" if len(hosts) > 1 else "within the host"
+        found.append(
+            Ruling(
+                rule="bus_bandwidth", broken=bus < SHARE * should and s.took_ms >= FLOOR_MS, value=bus / should,
+                threshold=SHARE, unit="1",
+                says=f"group {group} moves {bus:.3g} GB/s over its links {links} in its largest {s.op} calls; "
+                f"{should:g} GB/s is what you said they give",
+            )
+        )  # fmt: skip
+    return found

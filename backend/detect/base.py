@@ -39,6 +39,8 @@ class Levels:
     lr_drift_low: float = -0.8
     lr_drift_high: float = 0.95
     sync_ms: float = 800.0
+    node_gb_per_s: float = 0.0  # what the links within a host, and between hosts, should give; 0 = not known
+    network_gb_per_s: float = 0.0
     chosen: frozenset[str] = frozenset()
 
 

@@ -28,6 +28,8 @@ BASELINE_CALLS = 20
 FLOOR_MS = 15.0
 """A transfer shorter than this is no failure, whatever it is a multiple of."""
 CHANGES_MAX = 200
+KIND = 1_000
+"""A call's kind is its operation times this plus twice the logarithm of its size."""
 
 
 class Position(StrEnum):
@@ -162,7 +164,8 @@ def board(facts: Facts, before: Board | None = None) -> Board:
         if slow.any() or state.position is not Position.CLOSED or state.slow_in_a_row:
             state = _through(state, group, calls, usual, changes)
         breakers[group], until[group] = state, int(calls.sequence[-1])
-        speed = follow(speeds.get(group), calls.kind, calls.size, calls.took_ms)
+        ops = {int(k): str(w.op[k // KIND]) for k in np.unique(calls.kind) if k // KIND < len(w.op)}
+        speed = follow(speeds.get(group), calls.kind, calls.size, calls.took_ms, ops)
         speeds |= {group: speed} if speed is not None else {}
     for group, step, at_s in _failures(facts, old.told_ns):
         was = breakers.get(group, Breaker())
@@ -206,7 +209,7 @@ def _fresh(facts: Facts, old: Board) -> Iterator[_Calls]:
     row = np.clip(np.searchsorted(facts.steps, w.step[head]), 0, len(facts.step_start_ns) - 1)
     at_s = facts.step_start_ns[row] / 1e9
     op = w.op_index[head] if len(w.op_index) else np.zeros(len(head), np.int64)
-    kind = op * 1_000 + np.round(2 * np.log2(np.maximum(w.bytes[head], 1))).astype(np.int64)
+    kind = op * KIND + np.round(2 * np.log2(np.maximum(w.bytes[head], 1))).astype(np.int64)
     edges = np.flatnonzero(np.diff(w.group_index[head], prepend=-1))
     for part in np.split(np.arange(len(head)), edges[1:]):
         yield _Calls(

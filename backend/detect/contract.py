@@ -28,8 +28,10 @@ LEAK_FLOOR = 0.02
 """Normalised drift below this (2% of the level a window) is no leak, however quiet the healthy windows were."""
 UNDERFLOW_SHARE = 0.05
 STD_FALL = 0.40
-RETURN_SHARE = {"float16": 1e-4, "float8_e4m3": 5e-3}
+RETURN_SHARE = {"fp16": 1e-4, "e4m3": 5e-3}
 """Overflow-plus-underflow share below which a format may be taken up again (the seed contract)."""
+SHARES_MIN = 6
+"""Samples of the gradients that a precision rule needs; the collector takes one every 32 steps or more."""
 
 
 def liveness(shares: FloatArray) -> Ruling | None:
@@ -106,10 +108,10 @@ def leak_drift(values: FloatArray, width: int = 20) -> Ruling | None:
 def downgrade(underflow_share: FloatArray, std: FloatArray) -> Ruling | None:
     """Leave a low-precision format: underflow above 5%, the spread fallen by more than 40% in the window.
 
-    ``underflow_share`` and ``std`` [T] of one tensor class; None with fewer than 8 samples.
+    ``underflow_share`` and ``std`` [T] of the sampled gradients; None with fewer than six samples.
     """
     known = np.isfinite(underflow_share) & np.isfinite(std)
-    if known.sum() < 8:
+    if known.sum() < SHARES_MIN:
         return None
     share, spread = underflow_share[known], std[known]
     edge = max(2, len(share) // 4)
@@ -122,37 +124,19 @@ def downgrade(underflow_share: FloatArray, std: FloatArray) -> Ruling | None:
     )  # fmt: skip
 
 
-def may_return(format: str, outside_share: FloatArray) -> bool:  # noqa: A002
-    """Whether ``float16`` or ``float8_e4m3`` may be taken up again: all recent shares lie below its level.
+def may_return(format: str, outside_share: FloatArray) -> Ruling | None:  # noqa: A002
+    """Whether ``fp16`` or ``e4m3`` may be (or stay) in use: all of the last six shares lie below its level.
 
-    Raises KeyError for formats that have no return level.
+    Broken = it may not. None with fewer than six samples; KeyError for formats that have no return level.
     """
-    known = outside_share[np.isfinite(outside_share)]
-    return len(known) >= 8 and bool(known[-8:].max() < RETURN_SHARE[format])
-
-
-FORMAT_LIMITS = {
-    "float16": (65504.0, 2.0**-14, 2.0**-24),
-    "bfloat16": (3.3895313892515355e38, 2.0**-126, 2.0**-133),
-    "float8_e4m3": (448.0, 2.0**-6, 2.0**-9),
-    "float8_e5m2": (57344.0, 2.0**-14, 2.0**-16),
-}
-"""Format -> (largest, smallest normal, smallest subnormal); OCP 8-bit Floating Point Specification, torch.finfo."""
-
-
-def shares(values: FloatArray, format: str) -> tuple[float, float]:  # noqa: A002
-    """(overflow share, underflow share) of finite values if they were cast to ``format``.
-
-    Overflow: above the largest finite number, or not finite. Underflow: not zero, but below half of the smallest
-    subnormal, which rounds to zero. Raises KeyError for another format.
-    """
-    top, _, least = FORMAT_LIMITS[format]
-    x = np.abs(values)
-    if not x.size:
-        return 0.0, 0.0
-    over = ~np.isfinite(x) | (x > top)
-    under = (x > 0) & (x <= least / 2)
-    return float(over.mean()), float(under.mean())
+    known = outside_share[np.isfinite(outside_share)][-SHARES_MIN:]
+    if len(known) < SHARES_MIN:
+        return None
+    worst, level = float(known.max()), RETURN_SHARE[format]
+    return Ruling(
+        rule=f"{format}_return", broken=not worst < level, value=worst, threshold=level, unit="1",
+        says=f"{worst:.2%} of the gradient elements lie outside of {format}; it may be taken up below {level:.2%}",
+    )  # fmt: skip
 
 
 def scaler_misuse(calls: Sequence[str]) -> list[str]:

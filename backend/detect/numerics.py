@@ -10,7 +10,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from lanterne.backend.detect.base import WARM_UP_STEPS, Levels, common, events, finding, median, robust_scale, step_at
+from lanterne.backend.detect.base import (
+    WARM_UP_STEPS,
+    Levels,
+    common,
+    events,
+    finding,
+    median,
+    robust_scale,
+    runs,
+    step_at,
+)
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -26,7 +36,9 @@ LOSS_RISE = 3.0
 GRAD_SPIKE = 5.0
 EXPLOSION = 1e4
 VANISHING = 1e-6
-VANISHING_STEPS = 20
+VANISHING_STEPS, VANISHING_SAMPLES = 20, 3
+FLAT_STEPS, FLAT_SHARE = 100, 0.01
+"""The loss must have stood still for this long (contract): small gradients of a run that still learns are none."""
 QUANTILE = 0.995
 QUANTILE_STEPS = 3
 QUANTILE_RISE = 1.5
@@ -298,32 +310,42 @@ def gradient_level(facts: Facts, levels: Levels) -> list[Anomaly]:
 
 
 def vanishing(facts: Facts) -> list[Anomaly]:
-    """Gradient norm below 1e-6 for a span of steps, in a run that once had larger ones."""
-    norm = common(facts, "grad_norm")
-    if not len(norm):
+    """Gradient norm below 1e-6 for a span of steps, in a run that once had larger ones, while the loss stands still.
+
+    Norms may be sampled: the span counts from the first small one to the last with none between that is not.
+    """
+    norm, loss = common(facts, "grad_norm"), common(facts, "loss")
+    known = np.flatnonzero(np.isfinite(norm))
+    if not len(known) or norm[known].max() < 100 * VANISHING:
         return []
-    tiny = np.isfinite(norm) & (norm < VANISHING)
-    streak = np.convolve(tiny, np.ones(VANISHING_STEPS), "full")[: len(tiny)]
-    hit = np.flatnonzero(streak >= VANISHING_STEPS)
-    known = norm[np.isfinite(norm)]
-    if not len(hit) or not len(known) or known.max() < 100 * VANISHING:
-        return []
-    t = int(hit[0]) - VANISHING_STEPS + 1
-    return [
-        finding(
-            facts,
-            "grad_vanishing",
-            f"gradient norm below {VANISHING:g} for {VANISHING_STEPS} steps from step {int(facts.steps[t])}",
-            severity=Severity.P1,
-            first=int(facts.steps[t]),
-            last=int(facts.steps[int(hit[-1])]),
-            score=VANISHING / max(float(norm[t]), 1e-30),
-            value=float(norm[t]),
-            unit="1",
-            baseline=float(np.median(known)),
-            fired_by="level",
-        )
-    ]
+    for low, high in runs(norm[known] < VANISHING):
+        a, b = int(known[low]), int(known[high])
+        if high - low + 1 < VANISHING_SAMPLES or facts.steps[b] - facts.steps[a] + 1 < VANISHING_STEPS:
+            continue
+        if not _flat(loss[a : b + 1]):
+            continue
+        first = int(facts.steps[a])
+        return [
+            finding(
+                facts, "grad_vanishing",
+                f"gradient norm below {VANISHING:g} since step {first} ({float(norm[a]):.2g}), and the loss has not "
+                f"moved in the last {FLAT_STEPS} steps",
+                severity=Severity.P1, first=first, last=int(facts.steps[b]),
+                score=VANISHING / max(float(norm[a]), 1e-30), value=float(norm[a]), unit="1",
+                baseline=float(np.median(norm[known])), fired_by="level",
+            )
+        ]  # fmt: skip
+    return []
+
+
+def _flat(loss: FloatArray) -> bool:
+    """Whether the last 100 known losses neither fall nor rise: by more than 1%, or than their own noise explains."""
+    x = loss[np.isfinite(loss)][-FLAT_STEPS:]
+    if len(x) < FLAT_STEPS:
+        return False
+    half = FLAT_STEPS // 2
+    noise = 2 * float(np.std(np.diff(x))) / np.sqrt(half)
+    return bool(abs(np.median(x[half:]) - np.median(x[:half])) <= max(FLAT_SHARE * abs(float(np.median(x))), noise))
 
 
 def _variances(windows: FloatArray) -> FloatArray:

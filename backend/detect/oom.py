@@ -1,10 +1,11 @@
-"""Will an allocation fail soon? Three predictors over the last ten samples of an allocator, one advice.
+"""Will an allocation fail soon? Four predictors over the last ten samples of an allocator, one advice.
 
 A window is ten samples of ``Sample`` at an even interval; the answer is the probability that allocated memory reaches
 the limit within the next ten intervals (200 ms at the 20 ms of the seed contract). Below 0.3: hold; from 0.3: reserve
 15% more; from 0.7: act. ``last_value`` and ``linear`` are logistic curves over one number, ``lstm`` a network of one
-layer over twelve features. All three are fitted by ``benchmarks/detect_oom.py`` on traces of real allocations, which
-also says which one wins on traces kept apart: that one is the default.
+layer over twelve features; these are fitted by ``benchmarks/detect_oom.py`` on traces of real allocations taken every
+20 ms. ``trend`` has no fitted number and knows no interval: the chance by the prediction error of the least-squares
+line. It is the default, because the network must win on traces kept apart and does not (docs/detectors.md).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from scipy.special import ndtr
 
 from lanterne.backend.detect.network import logistic, lstm_outputs
 from lanterne.causal.facts import FloatArray
@@ -28,8 +30,10 @@ HORIZON = 10
 RESERVE_AT = 0.3
 ACT_AT = 0.7
 RESERVE_SHARE = 0.15
-PREDICTORS = ("last_value", "linear", "lstm")
-DEFAULT = "last_value"
+PREDICTORS = ("last_value", "linear", "lstm", "trend")
+DEFAULT = "trend"
+TREND_FLOOR = 0.002
+"""Least standard error of a sample, as a share of the limit: a level that did not move is not known exactly."""
 WEIGHTS = Path(__file__).with_name("oom_weights.npz")
 
 
@@ -93,9 +97,24 @@ def linear_level(windows: FloatArray, limit: FloatArray) -> FloatArray:
     return np.asarray(np.maximum(y.mean(axis=1) + slope * (HORIZON + (SAMPLES - 1) / 2), y[:, -1]), np.float64)
 
 
+def trend(windows: FloatArray, limit: FloatArray) -> FloatArray:
+    """[B] chance that the line of allocated stands at the limit at the end of the horizon.
+
+    Normal prediction error of a least-squares line: ``s^2 (1 + 1/n + t*^2 / sum t^2)``, ``t*`` counted from its middle.
+    """
+    y = windows[:, :, 0] / limit[:, None]
+    t = np.arange(SAMPLES) - (SAMPLES - 1) / 2
+    ahead = HORIZON + (SAMPLES - 1) / 2
+    slope = (y @ t) / (t @ t)
+    rest = y - y.mean(axis=1, keepdims=True) - slope[:, None] * t
+    variance = np.maximum((rest**2).sum(axis=1) / (SAMPLES - 2), TREND_FLOOR**2)
+    error = np.sqrt(variance * (1 + 1 / SAMPLES + ahead**2 / (t @ t)))
+    return np.asarray(ndtr((y.mean(axis=1) + slope * ahead - 1) / error), np.float64)
+
+
 @cache
 def weights() -> Mapping[str, FloatArray]:
-    """The fitted numbers of all three predictors, as the training script wrote them."""
+    """The fitted numbers of the predictors that have some, as the training script wrote them."""
     with np.load(WEIGHTS, allow_pickle=False) as found:
         return {name: found[name].astype(np.float64) for name in found.files}
 
@@ -112,6 +131,8 @@ def probability(
         return logistic(lstm_outputs(fitted, features(windows, limit))[:, 0])
     if predictor not in PREDICTORS:
         raise UsageError(f"oom: {predictor!r} is not one of {', '.join(PREDICTORS)}")
+    if predictor == "trend":
+        return trend(windows, limit)
     level = (last_level if predictor == "last_value" else linear_level)(windows, limit)
     slope, offset = fitted[f"{predictor}.curve"]
     return logistic(slope * level + offset)

@@ -1,13 +1,16 @@
-"""Mixed precision: repeated overflow, and a loss scale that collapses. A few skipped steps are how scalers work."""
+"""Mixed precision: repeated overflow, and a loss scale that collapses. A few skipped steps are how scalers work.
+
+Whether a narrow format loses too much of the gradients, or could be taken up, are service rules (:func:`rulings`).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from lanterne.backend.detect.base import attribute, common, events, finding
-from lanterne.backend.detect.contract import scaler_misuse
+from lanterne.backend.detect.contract import RETURN_SHARE, downgrade, may_return, scaler_misuse
 from lanterne.causal.facts import Facts
-from lanterne.nouns import Anomaly, EventName, Severity
+from lanterne.nouns import Anomaly, EventName, Ruling, Severity
 
 OVERFLOWS = 3
 WITHIN_STEPS = 20
@@ -115,3 +118,18 @@ def _collapse(facts: Facts, skipped: np.ndarray) -> list[Anomaly]:
             )
         ]
     return []
+
+
+def rulings(facts: Facts) -> list[Ruling]:
+    """The downgrade rule where a gradient scaler is in use (so FP16 is), and each format's return rule elsewhere.
+
+    All from samples of the gradients, median over the ranks.
+    """
+    scaled = np.isfinite(common(facts, "loss_scale")).any()
+    if scaled and "fp16_underflow" in facts.series:
+        said = downgrade(common(facts, "fp16_underflow"), common(facts, "grad_std"))
+        return [said] if said is not None else []
+    outside = {f: common(facts, f"{f}_underflow") + common(facts, f"{f}_overflow") for f in RETURN_SHARE}
+    return [
+        rule for name, share in outside.items() if (rule := may_return(name, share)) is not None and not rule.broken
+    ]

@@ -1,4 +1,4 @@
-"""Replicas must agree: on their parameters, and on what should be seeded alike."""
+"""Replicas must agree: on their parameters, on synchronised gradients, and on what should be seeded alike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,48 @@ from lanterne.nouns import Anomaly, AttributeValue, EventName, Severity
 RELATIVE = 1e-7
 """Replicas of one parameter are bit-equal after a synchronous step; this only absorbs the sum's own rounding."""
 CONFIRM = 2
+GRADIENTS_AGREE, GRADIENTS_DIFFER = 1e-5, 1e-3
+"""Relative: norms of the same gradients differ by their summing order at most; what counts is a hundred times that."""
+AGREED_ROWS = 5
 OPTIMIZER_STATE = "optimizer_state"
 OPTIMIZER_KEYS = ("betas", "eps", "weight_decay", "momentum", "step_count")
 
 
 def detect(facts: Facts) -> list[Anomaly]:
-    return [*divergence(facts), *seeds(facts), *optimizer(facts)]
+    return [*(divergence(facts) or gradients(facts)), *seeds(facts), *optimizer(facts)]
+
+
+def gradients(facts: Facts) -> list[Anomaly]:
+    """Norms of the synchronised gradients that differ in few ranks from the rest, in a run in which all agreed before.
+
+    Where they never agreed (sharded parameters, pipeline stages, local steps) nothing is said.
+    """
+    norm = facts.get("grad_norm")
+    rows = np.flatnonzero(np.isfinite(norm).all(axis=1)) if norm.shape[1] > 2 else np.zeros(0, np.int64)
+    if len(rows) < AGREED_ROWS + CONFIRM:
+        return []
+    x = norm[rows]
+    usual = median(x, axis=1)[:, None]
+    off = np.abs(x - usual) / np.maximum(np.abs(usual), 1e-12)
+    odd = off > GRADIENTS_DIFFER
+    wrong = np.flatnonzero(odd.any(axis=1))
+    if len(wrong) < CONFIRM or wrong[0] < AGREED_ROWS or off[: wrong[0]].max() > GRADIENTS_AGREE:
+        return []
+    who = np.flatnonzero(odd.sum(axis=0) >= CONFIRM)
+    if not len(who) or len(who) > max(1, x.shape[1] // 3):
+        return []
+    first, last, r = int(facts.steps[rows[wrong[0]]]), int(facts.steps[rows[wrong[-1]]]), int(who[0])
+    rank = facts.ranks[r] if len(who) == 1 else None
+    named = f"rank {rank}" if rank is not None else f"{len(who)} ranks"
+    return [
+        finding(
+            facts, "replica_divergence",
+            f"the synchronised gradients of {named} differ from the other replicas' since step {first}; their norms "
+            f"were the same before",
+            severity=Severity.P0, first=first, last=last, score=float(len(wrong)), rank=rank,
+            value=float(x[wrong[0], r]), unit="1", baseline=float(usual[wrong[0], 0]),
+        )
+    ]  # fmt: skip
 
 
 def optimizer(facts: Facts) -> list[Anomaly]:

@@ -1,6 +1,6 @@
 """Memory of a process and of its container, by pid: the shipper samples it, so the trainer pays nothing.
 
-The CUDA allocator's own numbers can only be read inside the trainer: :func:`cuda_sample`, every 50 steps.
+The CUDA allocator's own numbers can only be read inside the trainer: :func:`cuda_sample`, every 25 steps.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from pathlib import Path
 import psutil
 
 Sample = tuple[str, float, str]  # metric, value, label
-CUDA_EVERY = 50
+CUDA_EVERY = 25
 
 
 def sample(pid: int) -> list[Sample]:
-    """(metric, bytes, label) of one process now: RSS, its children's, its cgroup's, /dev/shm. [] once it is gone."""
+    """(metric, bytes, label) of one process now: RSS and the most it may reach, its children's, its cgroup's, /dev/shm.
+
+    [] once it is gone.
+    """
     out: list[Sample] = []
     try:
         process = psutil.Process(pid)
@@ -28,6 +31,7 @@ def sample(pid: int) -> list[Sample]:
     folder = cgroup_of(pid)
     if folder is not None:
         out += _cgroup(folder)
+    out.append(("process.memory.limit", out[0][1] + available(folder), ""))
     try:
         shared = psutil.disk_usage("/dev/shm")
         out.append(("system.shm.usage", float(shared.used), ""))
@@ -52,6 +56,27 @@ def cgroup_of(pid: int) -> Path | None:
             if (folder / "memory.current").exists() or (folder / "memory.usage_in_bytes").exists():
                 return folder
     return None
+
+
+def available(folder: Path | None) -> float:
+    """Bytes that the host, and the cgroup with a limit, can still give: free, or cached and given up when asked for."""
+    left = float(psutil.virtual_memory().available)
+    if folder is None:
+        return left
+    known = {label: value for _, value, label in _cgroup(folder)}
+    if "limit" in known and "" in known:
+        left = min(left, known["limit"] - known[""] + _reclaimable(folder))
+    return max(left, 0.0)
+
+
+def _reclaimable(folder: Path) -> float:
+    """Bytes of file cache in a cgroup that nobody has used lately (v2: inactive_file; v1: total_inactive_file)."""
+    try:
+        rows = (line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        stat = {row[0]: float(row[1]) for row in rows if len(row) == 2}
+    except (OSError, ValueError):
+        return 0.0
+    return stat.get("total_inactive_file", stat.get("inactive_file", 0.0))
 
 
 def _cgroup(folder: Path) -> list[Sample]:
@@ -87,13 +112,15 @@ def oom_kills(pid: int) -> int:
 
 
 def cuda_sample() -> list[Sample]:
-    """Allocated and reserved bytes of this process's current CUDA device; [] without one. About 100 us."""
+    """Allocated, reserved and all bytes of this process's current CUDA device; [] without one. About 100 us."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
     stats = torch.cuda.memory_stats()
-    device = f"cuda:{torch.cuda.current_device()}"
+    index = torch.cuda.current_device()
+    device = f"cuda:{index}"
     return [
         ("hw.gpu.memory.usage", float(stats.get("allocated_bytes.all.current", 0)), device),
         ("hw.gpu.memory.reserved", float(stats.get("reserved_bytes.all.current", 0)), device),
+        ("hw.gpu.memory.limit", float(torch.cuda.get_device_properties(index).total_memory), device),
     ]

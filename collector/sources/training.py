@@ -15,6 +15,7 @@ from lanterne.collector.sources.collectives import TapFile
 from lanterne.collector.sources.device import local, on_device
 from lanterne.collector.sources.gradients import Gradients
 from lanterne.collector.sources.patches import Patches
+from lanterne.collector.sources.ranges import Ranges
 from lanterne.collector.sources.scaler import ScalerSource
 from lanterne.collector.sources.schedule import Plan, find_scheduler
 from lanterne.collector.steps import BACKWARD, EVAL, FORWARD, NAN, OPTIMIZER, Recorder
@@ -46,6 +47,7 @@ class TrainingHooks:
         self.stepped = False
         self.optimizer_steps = 0
         self.scaler = ScalerSource(recorder, self._scaler_stepped)
+        self.ranges = Ranges(recorder, meter)
         self._forward_began = self._optimizer_began = 0
         self._forward_phase = FORWARD
         self._in_backward = False
@@ -182,6 +184,7 @@ class TrainingHooks:
             if len(optimizer.param_groups) > 1 and recorder.step % GROUP_RATES_EVERY == 0:
                 self._group_rates(optimizer)
             self.gradients.before_step(optimizer)
+            self.ranges.before_step(optimizer, self.optimizer_steps)
         except Exception as error:
             recorder.failed("optimizer", error)
         if self.meter.on and began:

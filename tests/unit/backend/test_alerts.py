@@ -13,6 +13,8 @@ import pytest
 from receiver import Receiver
 
 from lanterne.backend.alerts import Alert, Alerter, Target, checked_address, send, slack_body, targets_of
+from lanterne.backend.sla.objectives import BurnAlert
+from lanterne.backend.sla.watch import BurnWatch
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.clock import SimulatedClock
@@ -185,3 +187,43 @@ def test_targets_come_from_the_settings() -> None:
     for text in ("https://a/b", "pager=https://a", "slack="):
         with pytest.raises(UsageError):
             targets_of(ServerSettings(alerts=text))
+
+
+def test_a_budget_that_burns_is_told_while_it_burns(
+    receiver: Receiver, control: ControlStore, clock: SimulatedClock
+) -> None:
+    alerter = Alerter(control, [target(receiver)], link="http://l", clock=clock, group_s=0.0)
+    burn = BurnAlert(objective="ettr", window_s=21600.0, burn_rate=7.5, threshold=6.0, action="page")
+    ticket = BurnAlert(objective="ettr", window_s=259200.0, burn_rate=2.0, threshold=1.0, action="ticket")
+    asked: list[str] = []
+    answers = [[], [burn, ticket], [burn, ticket], [ticket]]
+
+    def read(job: str) -> list[BurnAlert]:
+        asked.append(job)
+        return answers[min(len(asked), len(answers)) - 1]
+
+    watch = BurnWatch(alerter, read)
+    for _ in range(8):
+        watch.look("job", clock.unix_ns())
+        clock.advance(31 * 10**9)
+    alerter.start()
+    alerter.stop()
+    assert len(asked) == 4  # once a minute
+    (body,) = receiver.bodies(1)
+    (told,) = body["alerts"]  # a ticket is P2, which this target does not take
+    assert (told["status"], told["url"]) == ("resolved", "http://l/jobs/job")
+    assert alerter.counts.sent == 1
+
+
+def test_a_burning_budget_says_how_fast(receiver: Receiver, control: ControlStore, clock: SimulatedClock) -> None:
+    alerter = Alerter(control, [target(receiver)], clock=clock, group_s=0.0)
+    burn = BurnAlert(objective="ettr", window_s=21600.0, burn_rate=7.5, threshold=6.0, action="page")
+    BurnWatch(alerter, lambda _: [burn]).look("job", clock.unix_ns())
+    alerter.start()
+    alerter.stop()
+    (told,) = receiver.bodies(1)[0]["alerts"]
+    assert told["status"] == "firing"
+    assert told["labels"]["alertname"] == "lanterne_error_budget_burn"
+    assert "7.5 times too fast over the last 6 h" in told["says"]
+    silent = Alerter(control, [], clock=clock)
+    BurnWatch(silent, lambda _: pytest.fail("nobody is told, so nothing is read")).look("job", clock.unix_ns())

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanterne.backend.detect import breaker, safety
+from lanterne.backend.detect.base import levels_of
 from lanterne.backend.detect.breaker import Breaker, Position, at, failed, observed, succeeded
-from lanterne.causal.facts import Waits
+from lanterne.causal.facts import Place, Waits
 
 
 def test_three_failures_within_five_minutes_open_it() -> None:
@@ -111,6 +112,40 @@ def test_bandwidth_below_seven_tenths_of_the_best_breaks_the_rule(took: float, b
     (rule,) = [r for r in safety.look(facts(series(), waits=slow)).rules if r.rule == "bandwidth"]
     assert rule.broken is broken
     assert rule.value == pytest.approx(20.0 / took)
+
+
+@pytest.mark.parametrize(
+    ("levels", "hosts", "op", "value"),
+    [
+        ("node_gb_per_s=0.05", 1, "all_reduce", 1.57),
+        ("node_gb_per_s=0.2", 1, "all_reduce", 0.39),
+        ("network_gb_per_s=0.2", 2, "all_reduce", 0.39),
+        ("network_gb_per_s=0.2", 1, "all_reduce", None),
+        ("node_gb_per_s=0.2", 1, "all_gather", None),
+        ("", 2, "all_reduce", None),
+    ],
+)
+def test_bus_bandwidth_is_held_against_what_the_links_should_give(
+    levels: str, hosts: int, op: str, value: float | None
+) -> None:
+    """1 MiB in 20 ms among four: 0.052 GB/s, and 1.5 times that on the bus."""
+    waits = replace(_waits(200, 1000), op=(op,), op_index=np.zeros(800, np.int64))
+    run = replace(facts(series(), waits=waits), places={r: Place(host=f"h{r * hosts // 4}") for r in range(4)})
+    found = [r for r in safety.look(run, levels=levels_of(levels)).rules if r.rule == "bus_bandwidth"]
+    assert [r.value for r in found] == ([] if value is None else [pytest.approx(value, abs=0.01)])
+    assert [r.broken for r in found] == ([] if value is None else [value < 0.7])
+
+
+def test_open_breakers_and_broken_rules_are_facts_for_policies() -> None:
+    run = facts(series(), waits=_waits(200, 100))
+    now = safety.look(run)
+    assert safety.view(now) == {"breakers": {"open": ["0-3"], "half_open": []}, "rules": {"broken": ["bandwidth"]}}
+    told = safety.told(run, now)
+    assert [(e.name, e.attributes.get("group"), e.attributes.get("rule")) for e in told] == [
+        ("breaker", "0-3", None),
+        ("service_rule", None, "bandwidth"),
+    ]
+    assert safety.told(run, safety.look(facts(series(), waits=_waits(200, 1000)))) == []
 
 
 def test_bandwidth_is_carried_from_window_to_window_and_short_transfers_are_left_alone() -> None:

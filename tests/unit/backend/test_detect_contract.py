@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from detect_runs import event, facts, series
 
-from lanterne.backend.detect import contract
+from lanterne.backend.detect import contract, precision
 from lanterne.backend.detect.contract import Absence, absence
+from lanterne.causal.facts import Facts
 
 RNG = np.random.default_rng(5)
 
@@ -71,28 +71,39 @@ def test_downgrade_needs_underflow_and_a_falling_spread() -> None:
 
 
 def test_return_levels_by_format() -> None:
-    assert contract.may_return("float16", np.full(8, 5e-5))
-    assert not contract.may_return("float16", np.full(8, 2e-4))
-    assert contract.may_return("float8_e4m3", np.full(8, 4e-3))
-    assert not contract.may_return("float8_e4m3", np.full(7, 0.0))
+    for name, low, high in (("fp16", 5e-5, 2e-4), ("e4m3", 4e-3, 6e-3)):
+        below, above = contract.may_return(name, np.full(8, low)), contract.may_return(name, np.full(8, high))
+        assert below is not None
+        assert above is not None
+        assert (below.broken, above.broken) == (False, True)
+        assert contract.may_return(name, np.full(5, 0.0)) is None
+
+
+def precise(*, scaler: bool, underflow: float, falls: bool) -> Facts:
+    found = series(400)
+    rows = np.arange(400) % 32 == 0
+    spread = np.linspace(1.0, 0.4 if falls else 1.0, 400)[:, None] * np.ones((1, 4))
+    values = {"fp16_underflow": underflow, "fp16_overflow": 0.0, "e4m3_underflow": 0.2, "e4m3_overflow": 0.0}
+    found |= {name: np.where(rows[:, None], v, np.nan) * np.ones((1, 4)) for name, v in values.items()}
+    found["grad_std"] = np.where(rows[:, None], spread, np.nan)
+    if not scaler:
+        del found["loss_scale"]
+    return facts(found)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("run", "rules"),
     [
-        ("float16", torch.float16), ("bfloat16", torch.bfloat16), ("float8_e4m3", torch.float8_e4m3fn),
-        ("float8_e5m2", torch.float8_e5m2),
+        (precise(scaler=True, underflow=0.08, falls=True), [("precision_downgrade", True)]),
+        (precise(scaler=True, underflow=0.08, falls=False), [("precision_downgrade", False)]),
+        (precise(scaler=True, underflow=0.01, falls=True), [("precision_downgrade", False)]),
+        (precise(scaler=False, underflow=0.08, falls=True), []),
+        (precise(scaler=False, underflow=0.0, falls=True), [("fp16_return", False)]),
+        (facts(series()), []),
     ],
-)  # fmt: skip
-def test_shares_are_what_torch_s_cast_does(name: str, dtype: torch.dtype) -> None:
-    info = torch.finfo(dtype)
-    top, normal, least = contract.FORMAT_LIMITS[name]
-    assert top == pytest.approx(info.max)
-    assert normal == pytest.approx(info.tiny)
-    x = np.array([least * 0.5, least * 0.51, least, 1.0, 0.0])
-    kept = torch.tensor(x, dtype=torch.float64).to(dtype).to(torch.float64).numpy()
-    assert contract.shares(x, name)[1] == pytest.approx(((kept == 0) & (x > 0)).mean())
-    assert contract.shares(np.array([1.0, top, top * 1.5, np.inf]), name)[0] == 0.5
+)
+def test_formats_are_ruled_from_samples_of_the_gradients(run: Facts, rules: list[tuple[str, bool]]) -> None:
+    assert [(r.rule, r.broken) for r in precision.rulings(run)] == rules
 
 
 @pytest.mark.parametrize(

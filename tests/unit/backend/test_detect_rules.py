@@ -182,6 +182,16 @@ def scattered(sigma: float, steps: int) -> Facts:
     return facts(found)
 
 
+def vanished(*, level: float = 1e-8, for_steps: int = 140, every: int = 1, flat: bool = True) -> Facts:
+    """Gradients of next to nothing from step 60 on, in a loss that stands still or goes on falling."""
+    found = series()
+    if flat:
+        found["loss"][60:] = 1.9 + np.random.default_rng(2).normal(0, 0.01, (140, 1))
+    found["grad_norm"][60 : 60 + for_steps] = level
+    found["grad_norm"][np.arange(200) % every != 0] = np.nan
+    return facts(found)
+
+
 def called(calls: str) -> Facts:
     return facts(series(), [event("amp_calls", r, 3, calls=calls) for r in range(4)])
 
@@ -251,11 +261,14 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: put("grad_norm", slice(AT, None), 5e4),
         lambda: put("grad_norm", slice(AT, None), 50.0),
     ),
-    "gradient vanishing": (
+    "gradient vanishing": ("grad_vanishing", lambda: vanished(), lambda: vanished(for_steps=15)),
+    "gradient vanishing, sampled": (
         "grad_vanishing",
-        lambda: put("grad_norm", slice(AT, None), 1e-8),
-        lambda: put("grad_norm", slice(AT, AT + 5), 1e-8),
+        lambda: vanished(every=10),
+        lambda: vanished(every=10, level=1e-5),
     ),
+    "small gradients of a loss that still falls": ("grad_vanishing", vanished, lambda: vanished(flat=False)),
+    "a loss that stands still with gradients": ("grad_vanishing", vanished, lambda: vanished(level=0.1)),
     "sync delay": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(1500, 2)),
     "sync delay under the level": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(600, 10)),
     "sync that always takes long": ("sync_delay", lambda: syncing(1500, 10), lambda: syncing(1500, 400, first=0)),
@@ -287,6 +300,21 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: rate(1.5, planned=False, everywhere=False),
         lambda: rate(1.5, planned=True),
     ),
+    "synchronised gradients differ": (
+        "replica_divergence",
+        lambda: put("grad_norm", slice(AT, None), 1.01, 2, factor=True),
+        lambda: put("grad_norm", slice(AT, None), 1.01, factor=True),
+    ),
+    "gradients that summing order moves": (
+        "replica_divergence",
+        lambda: put("grad_norm", slice(AT, None), 1.01, 2, factor=True),
+        lambda: put("grad_norm", slice(AT, None), 1.0001, 2, factor=True),
+    ),
+    "norms of shards that never agreed": (
+        "replica_divergence",
+        lambda: put("grad_norm", slice(AT, None), 1.01, 2, factor=True),
+        lambda: put("grad_norm", slice(0, None), 1.01, 2, factor=True),
+    ),
     "replicas differ": ("replica_divergence", lambda: checksum(slice(AT, None)), lambda: checksum(slice(0, 1))),
     "seeds differ": ("seed_mismatch", lambda: seeds(7, 7, 9, 7), lambda: seeds(7, 8, 9, 10)),
     "checkpoint stall": ("checkpoint_stall", lambda: checkpoint(9000), lambda: checkpoint(1800)),
@@ -310,6 +338,13 @@ def test_it_fires_and_its_neighbour_does_not(rule: str) -> None:
     kind, fault, neighbour = RULES[rule]
     assert kind in {a.kind for a in detect.run(fault())}, "the fault was not seen"
     assert kind not in {a.kind for a in detect.run(neighbour())}, "the neighbour raised an alarm"
+
+
+@pytest.mark.parametrize(("steps", "says"), [(5, ["99.5% quantile"]), (2, [])])
+def test_three_steps_above_the_quantile_are_a_spike_where_no_single_one_is(steps: int, says: list[str]) -> None:
+    found = detect.run(put("loss", slice(AT, AT + steps), 4.0))
+    assert [text for a in found for text in ("99.5% quantile",) if text in a.says] == says
+    assert {a.kind for a in found} == ({"loss_spike"} if says else set())
 
 
 @pytest.mark.parametrize(("name", "value"), [("grad_norm", 12.0), ("loss_spikeness", 0.5)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,24 @@ def test_growth_counts_for_the_line() -> None:
     still, growing = oom.probability(windows, np.full(2, 10 * GB), predictor="linear")
     assert growing > still
     assert oom.linear_level(windows, np.full(2, 10 * GB))[1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "answer"),
+    [(9.9, 0.0, "hold"), (9.0, 0.03, "hold"), (9.0, 0.2, "act"), (2.0, 0.02, "hold"), (9.9, -0.2, "hold")],
+)
+def test_the_trend_asks_for_growth_towards_the_limit(start: float, step: float, answer: str) -> None:
+    found = oom.forecast(window(start * GB, step * GB), 10 * GB)
+    assert found is not None
+    assert found.advice == answer
+
+
+def test_the_trend_of_a_restless_series_is_not_sure() -> None:
+    steady, restless = window(9.0 * GB, 0.06 * GB), window(9.0 * GB, 0.06 * GB)
+    restless = [replace(s, allocated=s.allocated + (-1) ** i * 0.5 * GB) for i, s in enumerate(restless)]
+    sure, unsure = oom.trend(stacked(steady, restless), np.full(2, 10 * GB))
+    assert sure > 0.9
+    assert 0.1 < unsure < 0.7
 
 
 @pytest.mark.parametrize(
