@@ -13,11 +13,10 @@ from lanterne.collector.sim.faults import FAULTS, simulate
 from lanterne.collector.sim.model import Job, Shape, Truth
 from lanterne.nouns import Cause
 
+CHECKPOINT_EVERY = 60
 CLOCK_OFFSET_MS, CLOCK_DRIFT_PPM = 2_000.0, 20.0
-PAIRED = (
-    "slow_compute", "slow_backward", "thermal", "slow_data", "gc_pause", "host_contention", "slow_link", "memory_leak",
-    "bad_batch", "lr_jump", "replica_divergence", "checkpoint_stall",
-)  # fmt: skip
+LAST = ("out_of_memory", "nonfinite", "hang", "crash")
+"""Faults that stop the job or leave no numbers: in a pair they come second."""
 TIMED = ("slow_compute", "slow_backward", "thermal", "slow_data", "gc_pause", "host_contention", "slow_link")
 """Faults whose size is a share of the step."""
 LAYOUTS = {
@@ -52,9 +51,9 @@ class Case:
         dp, pp, tp = LAYOUTS[self.ranks, self.layout]
         steps = steps_of(self.ranks)
         if self.rough <= 0:
-            return Shape(dp=dp, pp=pp, tp=tp, steps=steps, checkpoint_every=60)
+            return Shape(dp=dp, pp=pp, tp=tp, steps=steps, checkpoint_every=CHECKPOINT_EVERY)
         return Shape(
-            dp=dp, pp=pp, tp=tp, steps=steps, checkpoint_every=60, clock_offset_ms=CLOCK_OFFSET_MS,
+            dp=dp, pp=pp, tp=tp, steps=steps, checkpoint_every=CHECKPOINT_EVERY, clock_offset_ms=CLOCK_OFFSET_MS,
             clock_drift_ppm=CLOCK_DRIFT_PPM,
         )  # fmt: skip
 
@@ -78,9 +77,12 @@ def right(cause: Cause, truth: Truth) -> bool:
 
 
 def _place(seed: int, ranks: int, layout: str, kind: str, steps: int) -> tuple[int, int]:
-    """Random rank and onset of a case; the onset leaves 40 healthy and 60 faulty steps at least."""
+    """Random rank and onset of a case; the onset leaves 40 healthy and 60 faulty steps at least.
+
+    Storage that is slow for everybody is no fault without a checkpoint that was faster, so one comes first there."""
     rng = np.random.default_rng([seed, ranks, *layout.encode(), *kind.encode()])
-    return int(rng.integers(ranks)), int(rng.integers(40, steps - 60))
+    first = CHECKPOINT_EVERY if kind == "storage_slow" else 40
+    return int(rng.integers(ranks)), int(rng.integers(first, steps - 60))
 
 
 def single(
@@ -105,14 +107,22 @@ def single(
 def double(
     seeds: range, sizes: tuple[int, ...] = (64,), *, rough: float = 1.0, magnitude: float = 1.0
 ) -> Iterator[Case]:
-    """Two different faults on two ranks at two onsets; each odd seed has 10% silent ranks."""
+    """Two different faults of any kinds on two ranks at two onsets; each odd seed has 10% silent ranks."""
     names = [k for k in LAYOUTS if k[0] in sizes]
     for seed in seeds:
         ranks, layout = names[seed % len(names)]
         rng = np.random.default_rng([seed, 2])
-        kinds, where = rng.choice(PAIRED, 2, replace=False), rng.choice(ranks, 2, replace=False)
-        steps = steps_of(ranks)
-        faults = tuple((str(k), int(r), int(rng.integers(60, steps - 80))) for k, r in zip(kinds, where, strict=True))
+        paired = [k for k in FAULTS if k != "partition_imbalance" or LAYOUTS[ranks, layout][1] > 1]
+        kinds = rng.choice([k for k in paired if k not in LAST], 2, replace=False)
+        if seed % 3 == 0:
+            kinds[1] = rng.choice(LAST)
+        where, steps = rng.choice(ranks, 2, replace=False), steps_of(ranks)
+        onsets = rng.integers(60, steps - 80, 2)
+        if kinds[1] in LAST:  # after the other fault has shown: 40 steps, or a checkpoint of its own
+            onsets[0] = rng.integers(CHECKPOINT_EVERY, steps - 2 * CHECKPOINT_EVERY)
+            shown = (onsets[0] // CHECKPOINT_EVERY + 1) * CHECKPOINT_EVERY + 5
+            onsets[1] = rng.integers(max(shown, onsets[0] + 40), steps - 10)
+        faults = tuple((str(k), int(r), int(o)) for k, r, o in zip(kinds, where, onsets, strict=True))
         yield Case(
             ranks=ranks,
             layout=layout,

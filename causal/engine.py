@@ -13,6 +13,7 @@ from dataclasses import replace
 import networkx as nx
 
 from lanterne.causal import (
+    compiles,
     episode,
     exits,
     field,
@@ -33,6 +34,7 @@ from lanterne.causal.nodes import joined
 from lanterne.causal.remedies import place, remedy_for
 from lanterne.causal.resolve import resolve
 from lanterne.causal.scoring import CLAIM, LEAD, calibrated
+from lanterne.causal.timing import spread_lead
 from lanterne.nouns import Anomaly, Cause, CauseCategory, EventName, Subject, Symptom
 
 CAUSES_MAX = 8
@@ -44,6 +46,7 @@ STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
     replicas.findings,
     storage.findings,
     straggler.findings,
+    compiles.findings,
     sample.findings,
     network.findings,
 )
@@ -287,6 +290,12 @@ def _missing(frame: Frame) -> list[str]:
         out.append("no lateness, busy time or phases: collectives were not recorded")
     if len(frame.ranks) < 3:
         out.append(f"only {len(frame.ranks)} rank(s) seen: no peers to compare with")
+    lead = spread_lead(frame)
+    if lead is not None:
+        out.append(
+            f"a different rank is last each time, by {number(lead.after_ms, 'ms')} since step {frame.step(lead.row)},"
+            f" before {number(lead.before_ms, 'ms')}: token counts or garbage collection times would tell why"
+        )
     expected = frame.facts.ranks_expected
     if expected and len(frame.ranks) < expected:
         out.append(f"{expected - len(frame.ranks)} of {expected} ranks are silent: the cause may be one of them")

@@ -36,7 +36,7 @@ class Link:
 class Finding:
     """A candidate. ``path`` runs from the symptom upstream to the cause; ``family`` is the kind of diagnosis.
 
-    ``stops`` says that the job cannot go on with it; ``explains`` lists (category, rank) that are its effects.
+    ``stops`` says that the job cannot go on with it; ``covers`` are ranks whose own slowness it explains.
     """
 
     cause: Cause
@@ -46,10 +46,13 @@ class Finding:
     symptoms: Sequence[Symptom] = ()
     stops: bool = False
     refused: Sequence[Link] = field(default_factory=tuple)
+    covers: frozenset[int] = frozenset()
 
     @property
     def key(self) -> tuple[CauseCategory, int | None, str | None]:
-        return self.cause.category, self.cause.subject.rank, self.cause.subject.host
+        """Category and rank; the host where no rank is named."""
+        subject = self.cause.subject
+        return self.cause.category, subject.rank, subject.host if subject.rank is None else None
 
     def with_confidence(self, confidence: float) -> Finding:
         return replace(self, cause=replace(self.cause, confidence=confidence))
@@ -70,6 +73,7 @@ def make(
     stops: bool = False,
     refused: Sequence[Link] = (),
     needs: Sequence[str] = (),
+    covers: frozenset[int] = frozenset(),
 ) -> Finding:
     """A finding with the remedy of its category filled in; confidence is clipped to [0, 0.99]."""
     cause = Cause(
@@ -90,6 +94,7 @@ def make(
         symptoms=tuple(symptoms),
         stops=stops,
         refused=tuple(refused),
+        covers=covers,
     )
 
 

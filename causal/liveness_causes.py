@@ -153,10 +153,12 @@ def _diverged(d: Divergence, words: Words) -> Cause | None:
 
 def _roots(facts: Facts, seen: Stall, words: Words) -> list[Cause]:
     out = []
-    for rank in seen.roots[:16]:
+    stands = [e.rank for e in facts.events if e.name == EventName.STALL and not e.attributes.get("waiting", True)]
+    known = [r for r in seen.roots if r in stands]  # who tells that it stands by itself clears those that tell nothing
+    for rank in (known or seen.roots)[:16]:
         waits = [x for x in seen.waits if rank in x.absent] or list(seen.waits[:1])
         proof = [_waiting(x) for x in waits[:2]]
-        out += explain_root(facts, words, rank, waits[0], proof, alone=len(seen.roots) == 1)
+        out += explain_root(facts, words, rank, waits[0], proof, alone=len(known or seen.roots) == 1)
     return out
 
 

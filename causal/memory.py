@@ -82,12 +82,12 @@ def _trend(name: str, rows: Ints, y: Floats, column: int) -> Trend | None:
         return None
     best: tuple[float, int, float, float] | None = None
     for k in np.unique(np.linspace(0, int(0.7 * len(t)), 40).astype(int)):
-        residue, slope, base = _hinge(t, y, float(t[k]))
+        residue, slope, base = stats.hinge(t, y, float(t[k]))
         if best is None or residue < best[0]:
             best = residue, int(k), slope, base
     assert best is not None
     near = range(max(0, best[1] - len(t) // 40 - 1), min(len(t) - 1, best[1] + len(t) // 40 + 2))
-    residue, k, slope, base = min((_hinge(t, y, float(t[k]))[0], k, *_hinge(t, y, float(t[k]))[1:]) for k in near)
+    residue, k, slope, base = min((fit[0], k, *fit[1:]) for k in near for fit in (stats.hinge(t, y, float(t[k])),))
     total = float(((y - y.mean()) ** 2).sum())
     fit = 1 - residue / max(total, 1e-9)
     after = y[k:]
@@ -106,13 +106,6 @@ def _levels_off(t: Floats, y: Floats) -> bool:
         return False
     first, last = (np.polyfit(t[part], y[part], 1)[0] for part in (slice(0, third), slice(-third, None)))
     return bool(last < LEVELS_OFF * first)
-
-
-def _hinge(t: Floats, y: Floats, knee: float) -> tuple[float, float, float]:
-    z = np.maximum(t - knee, 0.0)
-    zc, yc = z - z.mean(), y - y.mean()
-    slope = float((zc @ yc) / max(zc @ zc, 1e-9))
-    return float(((yc - slope * zc) ** 2).sum()), slope, float(y.mean() - slope * z.mean())
 
 
 def _leaks(frame: Frame) -> list[Finding]:

@@ -39,7 +39,7 @@ def findings(frame: Frame) -> list[Finding]:
     out = [overflow] if overflow is not None else []
     nonfinite = _nonfinite(frame) if overflow is None else None
     lr = _learning_rate(frame)
-    batch = _bad_batch(frame) if overflow is None else None
+    batch = _bad_batch(frame)
     return [*out, *(f for f in (nonfinite, lr, batch) if f is not None)]
 
 
@@ -333,7 +333,7 @@ def _learning_rate(frame: Frame) -> Finding | None:
     if any(abs(frame.step(row) - s) <= 1 for s in _own_commands(frame)):
         return None
     hurt = _suffers(frame, row)
-    if not planned and hurt is None:
+    if not planned and (hurt is None or after < before):  # a lower rate by steps is how many schedules go on
         return None
     word = "its plan of" if planned else "its value of"
     says = (

@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         frozenset({C.NONFINITE_VALUES, C.FP16_OVERFLOW}),
         RUINED - {C.NONFINITE_VALUES, C.FP16_OVERFLOW},
-        _after,
+        lambda a, b: _after(a, b) and (b.cause.category is not C.BAD_BATCH or _same_rank(a, b)),
         "non-finite values reach every rank through the reduction",
     ),
     Rule(frozenset({C.FP16_OVERFLOW}), frozenset({C.NONFINITE_VALUES}), _any, "the scaler skips steps that overflow"),
@@ -121,8 +121,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         frozenset({C.PARTITION_IMBALANCE}),
-        LATE | {C.SEQUENCE_IMBALANCE},
-        lambda a, b: _after(a, b) and not b.cause.confidence > a.cause.confidence,
+        LATE,
+        lambda a, b: _after(a, b) and b.cause.subject.rank in a.covers,
         "its ranks are in the heavy stage",
     ),
 )

@@ -101,6 +101,14 @@ def split(x: Floats, *, left: int = 5, right: int = 3) -> Split:
     return Split((at + 1).astype(np.int64), after - before, before, after)
 
 
+def hinge(t: Floats, y: Floats, knee: float) -> tuple[float, float, float]:
+    """Least squares of ``base + slope max(0, t - knee)``: (sum of squared residues, slope, base)."""
+    z = np.maximum(t - knee, 0.0)
+    zc, yc = z - z.mean(), y - y.mean()
+    slope = float((zc @ yc) / max(zc @ zc, 1e-9))
+    return float(((yc - slope * zc) ** 2).sum()), slope, float(y.mean() - slope * z.mean())
+
+
 def top2(x: Floats) -> tuple[Ints, Floats, Floats]:
     """Per row: position of the largest, the largest, the second largest. NaN counts as -inf."""
     y = np.where(np.isfinite(x), x, -np.inf)

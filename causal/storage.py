@@ -14,18 +14,34 @@ from lanterne.nouns import CauseCategory, Cost, EventName, Evidence, Subject, Sy
 
 STALL_FACTOR_MIN = 2.0  # of the usual checkpoint
 STALL_MS_MIN = 500.0
+BY_STEPS, WROTE = "three steps of this job, or a second, are", "finished its write"
 INCOMPLETE_WORDS = ("missing", "incomplete", "not found", "no such file", "absent")
 
 
 def findings(frame: Frame) -> list[Finding]:
     """Slow, corrupt and incomplete checkpoints."""
-    return [f for f in (_slow(frame), *_unreadable(frame)) if f is not None]
-
-
-def _slow(frame: Frame) -> Finding | None:
     x = frame.facts.series.get("checkpoint_ms")
-    if x is None:
-        return None
+    first = None if x is None else _slow(frame, x)
+    if x is None or first is None:
+        return _unreadable(frame)
+    second = _slow(frame, _without(frame, x, first))
+    return [first, *([] if second is None or second.key == first.key else [second]), *_unreadable(frame)]
+
+
+def _without(frame: Frame, x: Floats, known: Finding) -> Floats:
+    """Checkpoint times as they would be without a finding, so that another one shows beside it: the rank as its
+    peers, or all ranks faster by as much as they slowed."""
+    cause, evidence = known.cause, known.cause.evidence[0]
+    rows = frame.facts.steps >= (cause.since_step or 0)
+    out = x.copy()
+    if cause.subject.rank is not None:
+        out[rows, frame.ranks.index(cause.subject.rank)] = stats.median(x[rows], 1)
+    elif evidence.value and evidence.baseline:
+        out[rows] *= evidence.baseline / evidence.value
+    return out
+
+
+def _slow(frame: Frame, x: Floats) -> Finding | None:
     longest = np.where(np.isfinite(x), x, 0.0).max(1)
     rows = np.flatnonzero(longest > 1.0)
     if not len(rows):
@@ -37,6 +53,8 @@ def _slow(frame: Frame) -> Finding | None:
         return None
     row, excess = int(rows[at]), float(level[at] - usual)
     column, own, shown = _who(frame, x, row, excess)
+    if reference == BY_STEPS and (column is None or shown == WROTE):
+        return None  # one checkpoint only, and its peers' part of it took as long: no yardstick for a write
     since = frame.step(row)
     says = f"the checkpoint of step {since} took {number(float(level[at]), 'ms')}, {reference} {number(usual, 'ms')}"
     evidence = [Evidence(says=says, value=float(level[at]), unit="ms", baseline=usual, ref="checkpoint_ms")]
@@ -94,17 +112,17 @@ def _jump(level: Floats) -> int:
 
 def _usual(frame: Frame, level: Floats, own: Floats, at: int) -> tuple[float | None, str]:
     """What a checkpoint usually takes: those before, else its peers' part of it (``own`` [R]), else the later ones,
-    else (one only) three steps of this job."""
+    else (one only, which tells of a rank that comes late to it but not of a slow write) three steps of this job."""
     if at > 0:
         return float(np.median(level[:at])), "before"
     peers = stats.rows_median(own)
     if peers > 1.0 and level[0] > max(STALL_FACTOR_MIN * peers, peers + STALL_MS_MIN):
         return peers, "its peers'"
     later = level[1:]
-    if len(later) and float(np.median(later)) < level[0]:
+    if len(later):
         return float(np.median(later)), "later ones"
     if np.isfinite(frame.base_step_ms):
-        return max(3 * frame.base_step_ms, 1000.0), "three steps of this job, or a second, are"
+        return max(3 * frame.base_step_ms, 1000.0), BY_STEPS
     return None, ""
 
 
@@ -112,7 +130,7 @@ def _who(frame: Frame, x: Floats, row: int, excess: float) -> tuple[int | None, 
     """The rank that holds the checkpoint up: by its own duration, else by its late entry (a barrier inside the phase
     gives everybody the same duration)."""
     for name, shown in (
-        ("checkpoint_ms", "finished its write"),
+        ("checkpoint_ms", WROTE),
         ("lateness_ms", "entered the barrier"),
         ("busy_ms", "worked"),
     ):

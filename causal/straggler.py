@@ -6,14 +6,14 @@ import numpy as np
 
 from lanterne.causal import stats
 from lanterne.causal.finding import Finding, Link, make, number
-from lanterne.causal.frame import Frame
+from lanterne.causal.frame import ROLE_PEERS_MIN, Frame
 from lanterne.causal.kernels import kernel_evidence
+from lanterne.causal.scoring import CLAIM
 from lanterne.causal.stats import Ints
-from lanterne.causal.timing import Locus, changes, heavy_stage, loci, spread_lead
+from lanterne.causal.timing import NOBODY, Locus, changes, heavy_stage, loci, spread_lead
 from lanterne.causal.upstream import Explained, explain, window_of
 from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom
 
-NOBODY = np.zeros(0, np.int64)
 VICTIMS_MAX = 8
 SAVING_SHARE_MIN = 0.012  # of a step; a straggler that saves less is not reported
 
@@ -25,7 +25,7 @@ def findings(frame: Frame) -> list[Finding]:
     steady = [locus for locus, _ in named if _steady(frame, locus)]
     wandering = _wandering(frame, np.concatenate([NOBODY, *(locus.columns for locus in steady)]))
     if wandering is not None:
-        named = [(locus, f) for locus, f in named if locus in steady]
+        named = [(locus, f) for locus, f in named if locus in steady or _of_its_own(f, wandering)]
     rest = (wandering, _stage(frame), _everybody_waits_for_data(frame))
     return [*(f for _, f in named), *(f for f in rest if f is not None)]
 
@@ -35,6 +35,13 @@ def _steady(frame: Frame, locus: Locus) -> bool:
     rows = int(locus.change.rows.sum())
     regular = not locus.change.sporadic or locus.lead_share > 0.9
     return regular and locus.lead_share > 0.5 and rows >= 10
+
+
+def _of_its_own(finding: Finding, wandering: Finding) -> bool:
+    """A claim with a measured reason that is not the one for which all are last by turns."""
+    category = finding.cause.category
+    apart = category not in {wandering.cause.category, CauseCategory.SLOW_COMPUTE, CauseCategory.SEQUENCE_IMBALANCE}
+    return apart and finding.cause.confidence >= CLAIM
 
 
 def cost_of(frame: Frame, saving_ms: float, row: int) -> Cost:
@@ -57,6 +64,8 @@ def _subject(frame: Frame, locus: Locus) -> Subject:
 
 
 def _name(subject: Subject) -> str:
+    if subject.rank is None and subject.host is None:
+        return "one of many ranks"
     return f"rank {subject.rank}" if subject.rank is not None else f"host {subject.host}"
 
 
@@ -85,8 +94,10 @@ def _finding(frame: Frame, locus: Locus) -> Finding | None:
     worth = locus.change.shift_ms if locus.hidden else saving
     if worth < SAVING_SHARE_MIN * step:
         return None
-    subject = _subject(frame, locus)
     category = why.category
+    subject = _subject(frame, locus)
+    if category is CauseCategory.SEQUENCE_IMBALANCE and _uneven(frame, locus.change.row, locus.columns) is not None:
+        subject = Subject()  # everybody's tokens scatter: it is last by chance
     if locus.level == "host" and category is CauseCategory.SLOW_COMPUTE and not why.upstream:
         why.score *= 0.8
     confidence = _confidence(frame, locus, why)
@@ -193,6 +204,7 @@ def _stage(frame: Frame) -> Finding | None:
     share = heavy.excess_ms / max(heavy.usual_ms, 1e-9)
     since = frame.step(heavy.row)
     ranks = [int(frame.ranks[i]) for i in np.flatnonzero(frame.stage == heavy.stage)]
+    judged = len(ranks) >= ROLE_PEERS_MIN  # against the peers of their own stage, so its weight is in neither side
     says = (
         f"pipeline stage {heavy.stage} (ranks {ranks[0]} to {ranks[-1]}) works {share:.0%} longer than the"
         f" others: {number(heavy.usual_ms + heavy.excess_ms, 'ms')} against {number(heavy.usual_ms, 'ms')} a step"
@@ -206,6 +218,7 @@ def _stage(frame: Frame) -> Finding | None:
         cost=cost_of(frame, heavy.excess_ms, heavy.row),
         evidence=(Evidence(says=says, value=heavy.usual_ms + heavy.excess_ms, unit="ms", baseline=heavy.usual_ms),),
         path=(Link(metric="stage_ms", label=f"stage {heavy.stage} heavier", weight=0.97, says=says),),
+        covers=frozenset() if judged else frozenset(ranks),
     )
 
 
@@ -215,7 +228,7 @@ def _wandering(frame: Frame, without: Ints) -> Finding | None:
     if lead is None:
         return None
     rows = np.arange(len(frame.usable))
-    before, now = frame.usable & (rows < lead.row), frame.usable & (rows >= lead.row)
+    now = frame.usable & (rows >= lead.row)
     saving, since = lead.after_ms - lead.before_ms, frame.step(lead.row)
     cost = cost_of(frame, saving, lead.row)
     first = Evidence(
@@ -224,21 +237,17 @@ def _wandering(frame: Frame, without: Ints) -> Finding | None:
         unit="ms",
         baseline=lead.before_ms,
     )
-    tokens = frame.facts.series.get("tokens")
-    if tokens is not None:
-        t0, t1 = (stats.rows_median(np.nanstd(tokens[m], 1)) if m.any() else 0.0 for m in (before, now))
-        middle = stats.rows_median(tokens[now])
-        if t1 > 2 * t0 and t1 > 0.03 * middle:
-            says = f"tokens differ between ranks by {t1 / middle:.0%} (standard deviation), before {t0 / middle:.0%}"
-            return make(
-                CauseCategory.SEQUENCE_IMBALANCE,
-                "straggler",
-                confidence=0.93,
-                since_step=since,
-                cost=cost,
-                evidence=(first, Evidence(says=says, value=t1, unit="tokens", baseline=t0, ref="tokens")),
-                path=(Link(metric="tokens", label="uneven token counts", weight=0.96, says=says),),
-            )
+    uneven = _uneven(frame, lead.row, NOBODY)
+    if uneven is not None:
+        return make(
+            CauseCategory.SEQUENCE_IMBALANCE,
+            "straggler",
+            confidence=0.93,
+            since_step=since,
+            cost=cost,
+            evidence=(first, uneven),
+            path=(Link(metric="tokens", label="uneven token counts", weight=0.96, says=uneven.says),),
+        )
     gc = frame.facts.series.get("gc_ms")
     if gc is not None:
         who = stats.top2(frame.own[now])[0]
@@ -255,6 +264,22 @@ def _wandering(frame: Frame, without: Ints) -> Finding | None:
                 path=(Link(metric="gc_ms", label="garbage collection on every rank", weight=0.95, says=says),),
             )
     return None
+
+
+def _uneven(frame: Frame, row: int, without: Ints) -> Evidence | None:
+    """Do the token counts of the ranks, but for ``without`` (columns), scatter from ``row`` on, and not before?"""
+    tokens = frame.facts.series.get("tokens")
+    if tokens is None:
+        return None
+    tokens, rows = np.delete(tokens, without, 1), np.arange(len(frame.usable))
+    before, now = tokens[frame.usable & (rows < row)], tokens[frame.usable & (rows >= row)]
+    known = [m[np.isfinite(m).any(1)] for m in (before, now)]
+    t0, t1 = (stats.rows_median(np.nanstd(m, 1)) if m.size else 0.0 for m in known)
+    middle = stats.rows_median(now)
+    if not (t1 > 2 * t0 and t1 > 0.03 * middle):
+        return None
+    says = f"tokens differ between ranks by {t1 / middle:.0%} (standard deviation), before {t0 / middle:.0%}"
+    return Evidence(says=says, value=t1, unit="tokens", baseline=t0, ref="tokens")
 
 
 def _everybody_waits_for_data(frame: Frame) -> Finding | None:

@@ -28,7 +28,12 @@ LOCI_MAX = 4
 HIDDEN_SHARE = 0.3  # saves less than this of its own loss while the bigger ones are not repaired
 CANDIDATES_MAX = 96
 STAGE_ROWS_MIN = 8
+GROWTH_ROWS_MIN, KNEES, GROWTH_FIT_MAX = 12, 48, 0.7
+"""Known rows on each side, candidate knees, and the share of the step's residue that a growth leaves at most."""
 ONE_LEADS_SHARE = 0.7  # of the rows: more is one straggler, not a lead that wanders
+
+
+NOBODY = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -100,7 +105,9 @@ def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: fl
     if shift > max(floor, SHIFT_SIGMAS_MIN * noise) and float(np.mean(after - base > 0.4 * shift)) > 0.7:
         first = _first(after - base > 0.5 * shift)
         marks[rows[at + first :]] = True
-        return Change(column, int(rows[at + first]), shift, base, noise, False, False, marks)
+        grown = _growth(y, at)
+        begin = at + first if grown is None else grown
+        return Change(column, int(rows[begin]), shift, base, noise, False, False, marks)
     rate0 = (float(high_before.mean()) if at else 0.0) + 1.0 / (at + 1)
     count = int(high_after.sum())
     burst = float((after[high_after] - base).sum()) / max(len(after), 1)
@@ -109,6 +116,20 @@ def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: fl
     led = rows[at:][high_after]
     marks[led] = True
     return Change(column, int(led[0]), burst, base, noise, True, False, marks)
+
+
+def _growth(y: Floats, at: int) -> int | None:
+    """Where a rank that gets slower bit by bit began to: the knee of a hinge that fits much better than the step."""
+    known = np.isfinite(y)
+    if known[at:].sum() < GROWTH_ROWS_MIN or known[:at].sum() < GROWTH_ROWS_MIN:
+        return None
+    before, after = y[:at][known[:at]], y[at:][known[at:]]
+    low, high = float(np.median(before)), float(np.quantile(after, 0.95))
+    t, x = np.flatnonzero(known).astype(np.float64), np.minimum(y[known], low + 1.5 * (high - low))
+    as_step = float(((before - before.mean()) ** 2).sum() + ((np.minimum(after, x.max()) - after.mean()) ** 2).sum())
+    knees = np.unique(np.linspace(0, at - 1, KNEES).astype(np.int64))
+    best, knee = min((stats.hinge(t, x, float(k))[0], int(k)) for k in knees)
+    return knee if best < GROWTH_FIT_MAX * as_step else None
 
 
 def _first(mask: Bools) -> int:
@@ -236,7 +257,7 @@ def heavy_stage(frame: Frame) -> StageExcess | None:
     at = int(found.at[i])
     usual = float(np.median(others[:, i]))
     shift = float(np.median(beyond[at:, i]) - np.median(beyond[:at, i])) if 0 < at < len(rows) else 0.0
-    sigma = stats.noise_of(np.diff(beyond[:, i])) / np.sqrt(2)
+    sigma = max(stats.noise_of(np.diff(part)) for part in (beyond[:at, i], beyond[at:, i])) / np.sqrt(2)
     if shift > max(0.06 * usual, 4 * sigma) and len(rows) - at >= STAGE_ROWS_MIN:
         return StageExcess(int(stages[i]), int(rows[at]), shift, usual, False)
     level = np.median(beyond, 0)
@@ -255,7 +276,7 @@ class SpreadLead:
     after_ms: float
 
 
-def spread_lead(frame: Frame, without: Ints) -> SpreadLead | None:
+def spread_lead(frame: Frame, without: Ints = NOBODY) -> SpreadLead | None:
     """Does somebody lead by more than before, without being the same rank? ``without``: columns to leave out."""
     rows = np.flatnonzero(frame.usable)
     if len(rows) < 12 or not frame.locator:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks._causal_cases import Case, double, healthy, right, single
 from lanterne.causal import diagnose, scoring
-from lanterne.nouns import Cause
+from lanterne.nouns import Anomaly, Cause, Severity, Subject
 
 
 def causes_of(case: Case) -> list[Cause]:
@@ -100,3 +100,92 @@ def test_a_fault_that_heals_leaves_the_rows_after_it_as_they_were():
     assert healing.truths[0].until == 140
     assert (healing.work["data"][120:140, 21] > 2 * well.work["data"][120:140, 21]).all()
     assert healing.work["data"][140:, 21].mean() < 2 * well.work["data"][140:, 21].mean()
+
+
+def two(first: tuple[str, int, int], second: tuple[str, int, int], layout: str = "dp") -> Case:
+    return Case(ranks=64, layout=layout, faults=(first, second), seed=7)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        two(("overflow", 26, 65), ("bad_batch", 57, 129)),
+        two(("partition_imbalance", 0, 66), ("slow_data", 24, 116), "dp_tp_pp"),
+    ],
+    ids=["bad batch of another rank than overflows", "slow rank outside of the heavy stage"],
+)
+def test_a_fault_elsewhere_is_no_effect_of_the_first(found):
+    job = found.job()
+    causes = diagnose(found.facts(job)).causes
+    assert [any(right(c, t) for c in causes) for t in job.truths] == [True, True]
+
+
+def test_scattered_token_counts_are_no_heavy_stage_and_no_single_ranks_fault():
+    causes = causes_of(replace(case("sequence_imbalance", layout="dp_pp", onset=217), seed=7033))
+    assert [(c.category, c.subject.rank) for c in causes] == [("sequence_imbalance", None)]
+
+
+def test_a_rank_that_gets_slower_bit_by_bit_began_at_the_knee(small):
+    job = small(ranks=8, steps=200)
+    job.work["forward"][:, 3] *= 1 + np.clip((np.arange(200) - 80) / 60, 0, 2)
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category, cause.subject.rank) == ("slow_compute", 3)
+    assert cause.since_step == pytest.approx(80, abs=15)
+
+
+def test_checkpoints_that_always_take_seconds_are_no_slow_storage(small):
+    for steps in (range(19, 100, 20), [50]):
+        job = small(ranks=4, steps=100)
+        job.series["checkpoint_ms"] = np.zeros((100, 4))
+        job.series["checkpoint_ms"][list(steps)] = 4000 * np.exp(
+            np.random.default_rng(3).normal(0, 0.2, (len(steps), 4))
+        )
+        assert diagnose(job.facts()).causes == ()
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_a_rate_without_a_plan_is_only_blamed_where_it_rose(small, factor):
+    job = small(ranks=4, steps=120)
+    job.series.pop("lr_planned")
+    job.series["lr"][60:] *= factor
+    job.series["loss"][60:] += 2.0
+    assert any(c.category == "lr_misconfigured" for c in diagnose(job.facts()).causes) == (factor > 1)
+
+
+def test_a_graph_that_is_built_again_and_again_is_named(small):
+    job = small(ranks=4, steps=120)
+    job.series["compile_ms"] = np.zeros((120, 4))
+    job.series["compile_ms"][:2] = 5000.0
+    assert diagnose(job.facts()).causes == ()
+    job.series["compile_ms"][40::9, 2] = 600.0
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category, cause.subject.rank, cause.since_step) == ("recompile", 2, 40)
+
+
+def test_a_lead_that_wanders_for_no_recorded_reason_is_told_with_an_abstention(small):
+    job = small(ranks=8, steps=200)
+    job.work["forward"][80:] *= np.exp(np.random.default_rng(5).normal(0, 0.5, (120, 8)))
+    seen = Anomaly(
+        kind="step_time",
+        subject=Subject(),
+        first_step=80,
+        last_step=199,
+        score=9.0,
+        severity=Severity.P2,
+        says="steps are slow",
+    )
+    cause = diagnose(job.facts(), [seen]).causes[0]
+    assert cause.category == "unknown"
+    assert any("a different rank is last each time" in need for need in cause.needs)
+
+
+def test_a_rank_that_tells_its_own_stall_clears_the_silent_ones():
+    found = case("hang", rank=40, layout="dp_pp", missing=0.1)
+    assert [(c.category, c.subject.rank) for c in causes_of(found)] == [("rank_hung", 40)]
+
+
+def test_one_rank_that_stalls_a_checkpoint_is_named_beside_slow_storage():
+    found = two(("storage_slow", 0, 110), ("checkpoint_stall", 44, 170))
+    job = found.job()
+    causes = diagnose(found.facts(job)).causes
+    assert [any(right(c, t) for c in causes) for t in job.truths] == [True, True]
