@@ -75,6 +75,10 @@ def _node_checks(words: Words) -> list[Cause]:
     for e in words.fact("wrong_results")[:1]:
         wrong = evidence("a collective gave wrong results", value=w.number(e, "count"), unit="elements", ref=e.ref)
         out.append(cause(C.DEVICE_FAULT, 0.7, [wrong]))
+    for e in words.said("diagnostic_failed")[:8]:
+        where = _device(e)
+        needs = ("a second run of the failed check",) + (() if where else ("the device: the table names none",))
+        out.append(cause(C.DEVICE_FAULT, 0.8, [line(e)], host=e.host, device=where, needs=needs))
     for e in words.fact("node_defect")[:8]:
         details = str(e.attributes.get("details", ""))
         says = evidence(f"node check of {e.host}: {e.attributes.get('category')}: {details[:160]}", ref=e.ref)

@@ -29,6 +29,7 @@ CALIBRATION_STEPS_MAX, CALIBRATED_SCALE_MIN = 40, 64.0
 """A dynamic loss scale starts at 2^16 to 2^32 and halves at each overflow until it fits."""
 SKIPS_APART = 50  # steps: scalers grow after 100 (DeepSpeed tests) to 2,000 (torch) steps without an overflow
 VANISHED = 1e-4
+EXPLODED, EXPLODED_STEPS_MIN = 10.0, 8  # times the usual norm, for so many rows up to the end
 
 
 def candidates(facts: Facts, words: Words) -> list[Cause]:
@@ -38,7 +39,7 @@ def candidates(facts: Facts, words: Words) -> list[Cause]:
     out += [] if out else _replicas(facts, words)
     out += [] if out else [*field_schedule.resume(facts, words), *field_schedule.accumulation(facts, words)]
     out += [] if out else [*field_schedule.lr_jump(facts), *field_schedule.lr_zero(facts), *_metric_keys(words)]
-    out += [] if out else [*_overflow(facts, words), *_vanishes(facts)]
+    out += [] if out else [*_overflow(facts, words), *_explodes(facts), *_vanishes(facts)]
     if not out:
         out += field_pace.candidates(facts, words)
     out += [] if out else [*field_data.candidates(facts, words), *_diverges(facts)]
@@ -297,6 +298,30 @@ def _growth(rows: list[FactEvent], scales: list[float]) -> bool:
         close = any(b - a <= 20 for a, b in zip(steps, steps[OVERFLOWS_MIN - 1 :], strict=False))
         return not close and len(rows) * SKIPS_APART <= max(steps) - min(steps) + SKIPS_APART
     return len(scales) == len(rows) and min(scales) >= CALIBRATED_SCALE_MIN and len(set(scales)) == 1
+
+
+def _explodes(facts: Facts) -> list[Cause]:
+    """The gradient norm climbs by decades and stays up until the end, and the loss goes with it."""
+    norm, loss = row_values(facts, "grad_norm"), row_values(facts, "loss")
+    at, x = known_values(norm)
+    if len(x) < 40 or float(np.median(x[: len(x) // 2])) <= 0:
+        return []
+    usual = float(np.median(x[: len(x) // 2]))
+    high = x > EXPLODED * usual
+    first = int(np.flatnonzero(~high)[-1]) + 1 if (~high).any() else 0
+    if len(x) - first < EXPLODED_STEPS_MIN:
+        return []
+    begun = first
+    while begun > 0 and x[begun - 1] > 3 * usual:
+        begun -= 1
+    row = int(at[begun])
+    before, after = known_values(loss[max(0, row - 20) : row])[1], known_values(loss[int(at[first]) :])[1]
+    if len(before) and len(after) and float(np.median(after)) < 1.02 * float(np.median(before)):
+        return []
+    says = f"the gradient norm climbs from {usual:.3g} to {x[-1]:.3g} since step {int(facts.steps[row])} and stays up"
+    proof = [evidence(says, value=float(x[-1]), unit="1", baseline=usual)]
+    needs = ("gradient norms by layer and rank", "learning rate and batch fingerprints around that step")
+    return [cause(C.GRADIENT_EXPLOSION, 0.75, proof, step=int(facts.steps[row]), needs=needs)]
 
 
 def _vanishes(facts: Facts) -> list[Cause]:

@@ -23,6 +23,9 @@ GAP_FACTOR = 10.0
 SLOW_SHARE, SLOW_SIGMAS, SLOW_STEADY, SLOW_STEPS_MIN = 0.15, 4.0, 0.9, 6
 """A rank whose own step is this much longer than its peers', beyond their spread, in this share of the steps."""
 BLOCKED = ("backward_ms", "forward_ms", "step_ms")
+OWN = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+STARVED_SHARE, STARVED_MS, STARVED_ROWS_MIN = 0.4, 50.0, 8
+"""A step that goes by with waiting for data to this share, and by at least so much, in the usual row."""
 
 
 def candidates(facts: Facts, words: Words) -> list[Cause]:
@@ -33,7 +36,8 @@ def candidates(facts: Facts, words: Words) -> list[Cause]:
         or _pauses(facts)
         or _lengths(facts)
         or _equal(facts)
-        or _one_slower(facts)
+        or next((c for name in OWN if (c := _one_slower(facts, name))), [])
+        or _starved(facts)
         or _throughput(facts)
         or _one_long_step(facts, words)
     )
@@ -211,13 +215,31 @@ def _equal(facts: Facts) -> list[Cause]:
     return []
 
 
-def _one_slower(facts: Facts) -> list[Cause]:
+def _starved(facts: Facts) -> list[Cause]:
+    """All ranks alike spend much of each step waiting for data."""
+    data, step = facts.get("data_wait_ms"), facts.get("step_ms")
+    if not data.size or not step.size:
+        return []
+    both = np.isfinite(data) & np.isfinite(step) & (step > 0)
+    if int(both.sum()) < STARVED_ROWS_MIN:
+        return []
+    share, wait = float(np.median(data[both] / np.maximum(step[both], data[both]))), float(np.median(data[both]))
+    if share < STARVED_SHARE or wait < STARVED_MS:
+        return []
+    says = f"{share:.0%} of a step is waiting for data: {wait:,.0f} ms of {np.median(step[both]):,.0f} ms"
+    proof = [evidence(says, value=wait, unit="ms", baseline=float(np.median(step[both])))]
+    do = "more loader workers, a larger prefetch, a nearer or faster store; then look at decoding and augmentation"
+    needs = ("throughput of the data's store and CPU load of the loader workers",)
+    return [cause(C.DATA_STALL, 0.75, proof, step=int(facts.steps[0]), do=do, needs=needs)]
+
+
+def _one_slower(facts: Facts, name: str) -> list[Cause]:
     """One rank's steps take longer than its peers' until the end: a timer that leaves the waiting out shows who."""
     if len(facts.ranks) < 2 or any(np.isfinite(facts.get(n)).any() for n in ("lateness_ms", "busy_ms", "wait_ms")):
         return []
-    x = facts.get("step_ms")
+    x = facts.get(name)
     x = x[:, np.isfinite(x).any(axis=0)] if x.size else x
-    ranks = [r for c, r in enumerate(facts.ranks) if np.isfinite(facts.get("step_ms")[:, c]).any()]
+    ranks = [r for c, r in enumerate(facts.ranks) if np.isfinite(facts.get(name)[:, c]).any()]
     full = np.isfinite(x).all(axis=1) if x.size else np.zeros(0, bool)
     if int(full.sum()) < SLOW_STEPS_MIN or len(ranks) < 2:
         return []
@@ -238,9 +260,10 @@ def _one_slower(facts: Facts) -> list[Cause]:
     if now < bar or high[len(rows) // 2 :].mean() < SLOW_STEADY or rival > 0.5 * now:
         return []
     at = 0 if high.mean() >= SLOW_STEADY else int(np.flatnonzero(~high[: len(rows) // 2 + 1])[-1]) + 1
+    what = name.removesuffix("_ms")
     says = evidence(
-        f"rank {ranks[column]} takes {now + peers:.1f} ms a step, its peers {peers:.1f} ms", value=now + peers,
-        unit="ms", baseline=peers, ref="step_ms",
+        f"rank {ranks[column]} takes {now + peers:.1f} ms a {what}, its peers {peers:.1f} ms", value=now + peers,
+        unit="ms", baseline=peers, ref=name,
     )  # fmt: skip
     needs = (f"what rank {ranks[column]} does longer: wait for data, kernels, clock and host load",)
     score = 0.75 if len(ranks) > 2 else 0.6

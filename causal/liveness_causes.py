@@ -294,7 +294,8 @@ def _is_training_bar(event: FactEvent) -> bool:
         "generat",
         "upload",
     )
-    return not any(t in what for t in tools)
+    moves_bytes = re.search(r"[kMGT]?i?B/s\b|\b(?:examples|files|docs|tokens)/s\b", event.body) is not None
+    return not moves_bytes and not any(t in what for t in tools)
 
 
 def _finished(words: Words, own: Sequence[FactEvent], rank: int, wait: Wait, proof: Sequence[Evidence]) -> Cause | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lanterne.causal import liveness_stacks
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.liveness import Wait
@@ -40,7 +41,8 @@ class Told:
 def _named_absent(words: Words) -> tuple[list[FactEvent], set[int]]:
     rows, named = [], set()
     for e in words.said("desync_report", "barrier_missing"):
-        numbers = [int(n) for n in str(e.attributes.get("ranks", "")).replace(",", " ").split() if n.isdigit()]
+        said = str(e.attributes.get("ranks", e.rank if e.rank >= 0 else ""))
+        numbers = [int(n) for n in said.replace(",", " ").split() if n.isdigit()]
         if numbers:
             rows.append(e)
             named.update(numbers)
@@ -49,21 +51,23 @@ def _named_absent(words: Words) -> tuple[list[FactEvent], set[int]]:
 
 def told(facts: Facts, words: Words) -> Told | None:
     """Collect who timed out where, and who did not speak of it."""
-    rows = words.said("collective_timeout", "store_timeout")
+    progress = [e for e in words.said("collective_progress") if e.attributes.get("why")]
+    rows = words.said("collective_timeout", "store_timeout") or progress
     reports, named = _named_absent(words)
     if not rows and not reports:
         return None
     waiters = {e.rank for e in rows if e.rank >= 0} - named
     calls = [e for e in rows if e.name == "log.collective_timeout"]
-    sequences = Counter(int(w.number(e, "sequence", -1)) for e in calls)
-    sequence = sequences.most_common(1)[0][0] if sequences else -1
+    sequences = Counter(int(w.number(e, "sequence", -1)) for e in calls or progress if "sequence" in e.attributes)
+    done = Counter(int(w.number(e, "completed", -1)) for e in progress)
+    sequence = sequences.most_common(1)[0][0] if sequences else done.most_common(1)[0][0] + 1 if done else -1
     for e in words.said("collective_progress"):
         if e.rank >= 0 and sequence > 0 and 0 <= w.number(e, "enqueued", -1) < sequence:
             waiters.discard(e.rank)
         elif e.rank >= 0 and e.rank not in named:
             waiters.add(e.rank)
     expected = max(facts.ranks_expected, max(waiters | named | set(facts.ranks), default=-1) + 1)
-    absent = named or {r for r in range(expected) if r not in waiters}
+    absent = named or _missing_in_group(calls, waiters) or {r for r in range(expected) if r not in waiters}
     ops = Counter(str(e.attributes.get("op", "")) for e in calls if e.attributes.get("op"))
     numels = Counter(int(w.number(e, "numel", -1)) for e in calls)
     spans = [w.number(e, "timeout_ms") or w.number(e, "ran_ms") for e in (*rows, *reports)]
@@ -77,6 +81,27 @@ def told(facts: Facts, words: Words) -> Told | None:
         source="log",
     )
     return Told((*rows, *reports), wait.waiters, wait.absent, bool(named), wait, max(spans, default=0.0) / 1000)
+
+
+def _missing_in_group(calls: Sequence[FactEvent], waiters: set[int]) -> set[int]:
+    """Ranks of a part of the job that did not time out: ``[rank4] … Rank 0`` and ``[rank7] … Rank 3`` of one group.
+
+    Places in a group go with ranks at one distance; an all-gather's sizes tell how many there are.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for e in calls:
+        if e.rank >= 0 and "group_rank" in e.attributes and "pg" in e.attributes:
+            key = str(e.attributes["pg"])
+            groups.setdefault(key, {})[int(w.number(e, "group_rank"))] = e.rank
+    if len(groups) != 1 or len(places := next(iter(groups.values()))) < 2 or all(p == r for p, r in places.items()):
+        return set()
+    (a, rank_a), (b, rank_b) = min(places.items()), max(places.items())
+    distance, rest = divmod(rank_b - rank_a, b - a)
+    if rest or any(rank_a + (p - a) * distance != r for p, r in places.items()):
+        return set()
+    sizes = [sorted((w.number(e, "numel"), w.number(e, "numel_out"))) for e in calls]
+    size = max([b + 1, *(round(high / low) for low, high in sizes if low > 0 and high % low == 0)])
+    return {rank_a + (p - a) * distance for p in range(size)} - waiters
 
 
 def _proof(t: Told) -> list[Evidence]:
@@ -110,27 +135,43 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
         return early
     t = told(facts, words)
     if t is None:
-        return _silent(words)
+        return _watchdogs(words) or _silent(words) or liveness_stacks.spoken(facts, words, explain_root)
     proof = _proof(t)
     done = words.said("training_done")
     if done and boundary(t.wait) and not _others_in_training(words, t, done):
-        says = evidence(f"training had finished: {w.quote(done[-1])}", ref=done[-1].ref)
-        return [
-            cause(
-                C.UNKNOWN,
-                0.6,
-                [says, *proof],
-                do="the results are safe; the exit path hangs in a barrier-like call: destroy the process group "
-                "before leaving",
-                needs=("stacks of all ranks at exit: which rank does not reach the last barrier",),
-            )
-        ]
+        return [_safe(done, proof)]
     differing = _different_calls(t, words)
     if differing:
         return differing
     if not t.absent:
         return _everybody(words, t, proof)
     return _suspects(facts, words, t, proof, explain_root)
+
+
+def _safe(done: Sequence[FactEvent], proof: Sequence[Evidence]) -> Cause:
+    """Training was over: what hangs is the way out."""
+    says = evidence(f"training had finished: {w.quote(done[-1])}", ref=done[-1].ref)
+    do = "the results are safe; the exit path hangs in a barrier-like call: destroy the process group before leaving"
+    needs = ("stacks of all ranks at exit: which rank does not reach the last barrier",)
+    return cause(C.UNKNOWN, 0.6, [says, *proof], do=do, needs=needs)
+
+
+def _watchdogs(words: Words) -> list[Cause]:
+    """Only the watchdogs' own monitors spoke: a CUDA call does not return there, and the text does not say why."""
+    rows = words.said("watchdog_stuck")
+    if not rows:
+        return []
+    ranks = sorted({e.rank for e in rows if e.rank >= 0})
+    who = ",".join(map(str, ranks[:16])) or "some ranks"
+    says = f"the watchdog of ranks {who} got no answer from a CUDA or NCCL call; a held GIL is only the text's guess"
+    proof = [evidence(says, value=float(len(ranks)), unit="ranks", ref=rows[0].ref), line(rows[0])]
+    done = words.said("training_done")
+    if done:
+        return [_safe(done, proof)]
+    needs = ("stacks (py-spy dump --native) of these ranks", "kernel logs of their hosts (Xid)", "dumps of all ranks")
+    if len(ranks) == 1 and len(words.facts.ranks) > 2:
+        return [cause(C.RANK_HUNG, 0.55, proof, rank=ranks[0], needs=needs)]
+    return [cause(C.UNKNOWN, 0.5, proof, needs=needs)]
 
 
 def _others_in_training(words: Words, t: Told, done: Sequence[FactEvent]) -> bool:

@@ -18,8 +18,10 @@ _PROMETHEUS = re.compile(
     r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[+-]?(?:[\d.eE+-]+|NaN|Inf))(?:\s+\d+)?$"
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ARRAY = re.compile(r"\[\s*(?:[\[{\"\]]|-?\d[\d.eE+-]*\s*(?:,|\]\s*$)|(?:true|false|null|NaN|Infinity)\b)")
-"""An array, not a log line in brackets (``[rank0]: …``, ``[2025-08-01 10:00:00] …``)."""
+_ARRAY = re.compile(
+    r"\[(?!\d+,\d+\]<std)\s*(?:[\[{\"\]]|-?\d[\d.eE+-]*\s*(?:,|\]\s*$)|(?:true|false|null|NaN|Infinity)\b)"
+)
+"""An array, not a log line in brackets (``[rank0]: …``, ``[1,0]<stderr>:…``, ``[2025-08-01 10:00:00] …``)."""
 _HANG_GAUGE = re.compile(r"(?:^|_)hang(?:_|$|ed)", re.IGNORECASE)
 
 

@@ -34,7 +34,7 @@ _SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
 TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired))(?::\s*(?P<message>.*))?$"
 )
 STEP = re.compile(r"\b(?:global_?step|step|iteration|iter)\b[ =:#]*(\d{1,12})(?:/\d+)?", re.IGNORECASE)
 EVENT_SPAN = re.compile(r"\[#(?P<name>\w+)\] \[(?P<what>BEGIN|END|INSTANT)\]\s*(?P<json>\{.*\})?")
@@ -54,6 +54,7 @@ class Form:
 
     said: int = 0
     rank: Span | None = None
+    sure: bool = False  # ``[rank3]:``, which is the rank of the job
     host: Span | None = None
     process: tuple[Span, Span] | None = None
     timed: bool = False
@@ -120,9 +121,11 @@ def _speaker(form: Form, text: str) -> None:
         found = prefix.match(text)
         if found:
             form.rank, form.said = found.span("rank"), found.end()
+            form.sure = prefix is _PREFIXES[0]
             inner = _PREFIXES[0].match(text[form.said :])  # [default0]:[rank12]: says both, and local rank 0 is no rank
             if inner:
                 form.rank = (form.said + inner.start("rank"), form.said + inner.end("rank"))
+                form.sure = True
                 form.said += inner.end()
             return
     nccl = NCCL.match(text)

@@ -34,6 +34,10 @@ _STEP_WORD = re.compile(
 )
 _EPOCH_BATCH = re.compile(r"\bepoch\b[^\[\]]{0,20}\[\d+\]\s*\[\s*(\d{1,12})\s*/\s*\d+\]", re.IGNORECASE)
 _SHORT = re.compile(r"^s:(\d+) (\w+):")
+_TIMER = re.compile(
+    rf"\b[Tt]ime:?\s+(?P<step>{_NUMBER})(?:\s*\([^)]*\))?\s+[Dd]ata(?:_time)?:?\s+(?P<data>{_NUMBER})(?![\w./-])"
+)
+"""``time: 2.31  data_time: 2.05`` and its like: seconds of a step, and those of them that went by waiting for data."""
 _TWO_COLUMNS = re.compile(rf"^(\d+)[\t ,]+({_NUMBER})$")
 
 
@@ -69,6 +73,10 @@ def layout_of(text: str) -> Layout | None:
             if name is not None:
                 name, factor = _in_unit(name, match["unit"] or "")
                 found[name] = (name, *match.span("value"), factor)
+    timer = _TIMER.search(text)
+    if timer:
+        found.pop("data", None)
+        found |= {n: (n, *timer.span(g), 0.0) for n, g in (("step_time", "step"), ("data_time", "data"))}
     if not any(key_of(n) in ALIASES for n in found):
         return None
     step = _STEP_WORD.search(text) or _EPOCH_BATCH.search(text)

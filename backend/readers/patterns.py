@@ -27,6 +27,7 @@ class Pattern:
     source: str
     example: str
     means: tuple[tuple[str, AttributeValue], ...] = ()  # cause, sure, do, who of a sentence with one meaning
+    every: bool = False  # a line may say it several times
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +45,10 @@ def patterns() -> tuple[Pattern, ...]:
                 raise ValueError(f"{file.name}: {row.get('name')}: {error}") from error
             contains = tuple(str(c).lower() for c in row["contains"])
             means = tuple((k, row[k]) for k in ("cause", "sure", "do", "who") if k in row)
-            found.append(Pattern(row["name"], row["event"], contains, regex, row["source"], row["example"], means))
+            every = bool(row.get("every", False))
+            found.append(
+                Pattern(row["name"], row["event"], contains, regex, row["source"], row["example"], means, every)
+            )
     return tuple(found)
 
 
@@ -93,10 +97,20 @@ def value_of(text: str) -> AttributeValue:
 
 
 def captured(pattern: Pattern, text: str) -> dict[str, AttributeValue] | None:
-    """What ``pattern`` finds in a line, or None. ``name2`` is another spelling of ``name``."""
+    """What ``pattern`` finds first in a line, or None. ``name2`` is another spelling of ``name``."""
     found = pattern.regex.search(text)
-    if found is None:
-        return None
+    return None if found is None else _attributes(pattern, found)
+
+
+def all_captured(pattern: Pattern, text: str) -> list[dict[str, AttributeValue]]:
+    """What ``pattern`` finds in a line: once, or as often as it stands there when the pattern says ``every``."""
+    if pattern.every:
+        return [_attributes(pattern, found) for found in pattern.regex.finditer(text)]
+    one = captured(pattern, text)
+    return [] if one is None else [one]
+
+
+def _attributes(pattern: Pattern, found: re.Match[str]) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = dict(pattern.means)
     for key, part in found.groupdict().items():
         if part is not None and part.strip():

@@ -24,8 +24,9 @@ FIRST_MAX, LAST_MAX = 400, 40
 """Facts of one sentence from one speaker: this many of the first and of the last; what lies between is counted."""
 
 
-_Later = tuple[patterns.Pattern, int, int, str, str, bytes]
-"""A sentence kept for the end of the file: pattern, rank, step, ref, line, the line that last had a time."""
+_Later = tuple[patterns.Pattern, int, int, str, str, bytes, bool]
+"""A sentence kept for the end of the file: pattern, rank, step, ref, line, the line that last had a time, and whether
+the line began with its rank."""
 
 
 @dataclass
@@ -117,20 +118,23 @@ class TextReader:
         for pattern in form.sentences:
             if speaker.counts[pattern.event] >= FIRST_MAX:
                 later = speaker.later.setdefault(pattern.name, deque(maxlen=LAST_MAX))
-                later.append((pattern, rank, step, ref, said, self.stamp))
+                later.append((pattern, rank, step, ref, said, self.stamp, form.sure))
             else:
-                self._sentence(pattern, rank, step, ref, said)
+                self._sentence(pattern, rank, step, ref, said, sure=form.sure)
 
-    def _sentence(self, pattern: patterns.Pattern, rank: int, step: int, ref: str, said: str) -> None:
-        attributes = patterns.captured(pattern, said[: patterns.LINE_CHARS_MAX])
-        if attributes is not None:
+    def _sentence(
+        self, pattern: patterns.Pattern, rank: int, step: int, ref: str, said: str, *, sure: bool = False
+    ) -> None:
+        for attributes in patterns.all_captured(pattern, said[: patterns.LINE_CHARS_MAX]):
+            if not sure and "group_rank" in attributes:  # the only rank in the line; a group's own where it is a part
+                attributes.setdefault("rank", attributes["group_rank"])
             self._fact(pattern.event, attributes, rank, step, ref, said)
 
     def _close_speakers(self) -> None:
         """The last facts of chatty sentences, and each rank's last line."""
         for later in [q for speaker in self.speakers.values() for q in speaker.later.values()]:
-            for pattern, rank, step, ref, said, self.stamp in later:
-                self._sentence(pattern, rank, step, ref, said)
+            for pattern, rank, step, ref, said, self.stamp, sure in later:
+                self._sentence(pattern, rank, step, ref, said, sure=sure)
         if not (self.found or self.table.found or self.source.rank != NO_RANK):
             return
         for rank, speaker in self.speakers.items():
