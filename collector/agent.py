@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from lanterne.clock import Clock, SystemClock
 from lanterne.collector.export import Exporter, batches, full_identity
-from lanterne.collector.identity import base_dir
+from lanterne.collector.identity import base_dir, node_name
 from lanterne.collector.sources.gpu import GpuSource
 from lanterne.collector.sources.kernel_log import KernelEvent, KernelLog
 from lanterne.collector.sources.node import NodeSource
@@ -76,7 +75,7 @@ class Agent:
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings
-        self.host = host or os.environ.get("LANTERNE_HOST", "") or socket.gethostname()
+        self.host = host or node_name()
         self.base = base_dir(settings)
         self._clock: Clock = clock or SystemClock()
         self.node = NodeSource(root, paths=paths, job_pids=lambda: [*pids, *job_pids(self.base)], clock=self._clock)

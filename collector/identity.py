@@ -103,7 +103,7 @@ def identity_from_environment(
         rank=_number(environ, _RANK, 0),
         local_rank=_number(environ, _LOCAL_RANK, 0),
         world_size=_number(environ, _WORLD_SIZE, 1),
-        host=environ.get("LANTERNE_HOST", "") or socket.gethostname(),
+        host=node_name(environ),
         pid=os.getpid() if pid is None else pid,
         backend=backend,
         service_name=service or "lanterne",
@@ -111,6 +111,11 @@ def identity_from_environment(
         mesh=_mesh(environ),
         extra=_extra(environ),
     )
+
+
+def node_name(environ: Mapping[str, str] | None = None) -> str:
+    """``LANTERNE_NODE``, else this host's name: what the job, its launcher and the node's agent call this node."""
+    return (os.environ if environ is None else environ).get("LANTERNE_NODE", "") or socket.gethostname()
 
 
 def base_dir(settings: CollectorSettings) -> Path:

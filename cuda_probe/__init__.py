@@ -48,6 +48,8 @@ def status() -> dict[str, Any]:
     ``cupti_version``, ``clock_error_ns``, ``nvcc``.
     """
     base: dict[str, Any] = {"built": available(), "collecting": False, "nvcc": _build.find_nvcc()}
+    if sys.platform != "linux":
+        return {**base, "status": "no-cupti", "reason": _build.NOT_LINUX.format(sys.platform)}
     if not base["built"]:
         return {**base, "status": "not-built", "reason": "not compiled yet; run: lanterne probe build"}
     command = [sys.executable, "-m", "lanterne.cuda_probe.check", str(_build.target_folder() / _build.LIBRARY)]
@@ -92,9 +94,8 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(
             f"probe: {how}: {result['library']}" if result["built"] else f"probe: not built: {result['reason']}"
         )
-        lines += [f"missing: {tool}" for tool in result["missing"]]
-        if not result["built"]:
-            lines.append(result["reason"])
+        if result["built"]:
+            lines += [f"missing: {tool}" for tool in result["missing"]]
     else:
         lines += [f"{row['probe']}: {row['status']}: {row['reason']}" for row in result["probes"]]
     return "\n".join(lines)

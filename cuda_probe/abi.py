@@ -36,9 +36,10 @@ class Kinds(IntFlag):
     OVERHEAD = 8
     SYNCHRONIZATION = 16
     GRAPHS = 32
+    RANGES = 64
 
 
-KIND_NAMES = {1: "memcpy", 2: "memset", 3: "kernel", 10: "kernel", 38: "synchronization", 51: "graph"}
+KIND_NAMES = {1: "memcpy", 2: "memset", 3: "kernel", 10: "kernel", 12: "range", 38: "synchronization", 51: "graph"}
 COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
@@ -89,7 +90,7 @@ class _Counters(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One thing that the device did. Times in ns on CLOCK_MONOTONIC; ``size`` is bytes, or blocks of a kernel."""
+    """One thing that the device did, or a ``range`` (NVTX) in which the program launched it. Times in ns on CLOCK_MONOTONIC; ``size`` is bytes, or blocks of a kernel."""
 
     kind: str
     name: str
@@ -183,7 +184,7 @@ class Probe:
     def _name(self, kind: int, name: int) -> str:
         if KIND_NAMES.get(kind) == "memcpy":
             return f"memcpy {COPY_KINDS.get(name, 'other')}"
-        if KIND_NAMES.get(kind) != "kernel":
+        if KIND_NAMES.get(kind) not in ("kernel", "range"):
             return KIND_NAMES.get(kind, "other")
         return (self._lib.lp_name(name) or b"?").decode(errors="replace")
 

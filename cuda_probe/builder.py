@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ STANDIN_NCCL = "libstandin_nccl.so"
 _PLAIN = ((LIBRARY, "cupti_probe.cpp"), (NCCL_LIBRARY, "nccl_probe.cpp"), (STATS_LIBRARY, "stats_cpu.cpp"))
 _PLAIN_TESTS = ((STANDIN, "standin_cuda.cpp"), (STANDIN_NCCL, "standin_nccl.cpp"))
 TIMEOUT_S = 300
+NOT_LINUX = "the probes are for Linux, where CUDA and NCCL run; this is {}: nothing to build, all else works"
 TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
 
 
@@ -105,10 +107,13 @@ def build(*, tests: bool = False, device: bool = True) -> BuildResult:
     """
     compiler, cmake, nvcc = _compiler(), shutil.which("cmake") or "", find_nvcc()
     result = BuildResult(compiler=compiler, cmake=cmake, nvcc=nvcc)
+    if sys.platform != "linux":
+        result.reason = NOT_LINUX.format(sys.platform)
+        return result
     if not nvcc:
         result.missing.append("nvcc (a CUDA toolkit): the device parts are left out, the host part is built")
     if not compiler:
-        result.missing.append("a C++17 compiler (g++ or clang++)")
+        result.missing = ["a C++17 compiler (g++ or clang++)"]
         result.reason = "no C++ compiler was found; install g++ or clang++ and run this again"
         return result
     target = target_folder(tests=tests, device=device)

@@ -102,7 +102,7 @@ def probe_build(as_json: Json = False) -> None:
     if as_json:
         print_json(result)
     else:
-        Console().print(cuda_probe.describe(result))
+        Console().print(cuda_probe.describe(result), soft_wrap=True, markup=False)
     raise typer.Exit(0 if result["built"] else 2)
 
 
@@ -120,7 +120,7 @@ def probe_status(as_json: Json = False) -> None:
     if as_json:
         print_json(result)
     else:
-        Console().print(cuda_probe.describe(result))
+        Console().print(cuda_probe.describe(result), soft_wrap=True, markup=False)
 
 
 @probe_app.command("device")

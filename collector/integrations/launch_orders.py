@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -90,7 +89,7 @@ class Orders:
         self.settings, self.command, self.environ, self.notes = settings, command, environ, notes
         self.torchrun = torchrun
         self.clock: Clock = clock or SystemClock()
-        self.host = environ.get("LANTERNE_HOST", "") or socket.gethostname()
+        self.host = identities.node_name(environ)
         self.ceiling, self.key, self.restarts = "", settings.command_key, 0
         self.attempt_min = 0
         self._process: subprocess.Popen[bytes] | None = None

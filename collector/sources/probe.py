@@ -4,11 +4,13 @@ A window opens at a step boundary; at the next one it stops taking launches in, 
 launched in it (an event on its streams, asked and never waited for) it is closed. The longest kernels and copies
 become ``cuda.kernel`` spans of their step, the sums of all go into an event ``kernels``. Where the probe cannot
 collect, the reason is told once (``source_absent``); without a CUDA device there is nothing to tell. While
-torch.profiler holds CUPTI the window is left out and counted. Nothing here raises.
+torch.profiler holds CUPTI the window is left out and counted. NVTX ranges come along where the process was started
+with ``NVTX_INJECTION64_PATH`` (NVTX reads it at its first call, so it cannot be set later). Nothing here raises.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from time import monotonic_ns
@@ -74,6 +76,7 @@ class ProbeSource:
         self._library = Path(library) if library else None
         self._asked = self._looks = 0
         self._open_step = -1
+        self._ranges = Kinds.RANGES if os.environ.get("NVTX_INJECTION64_PATH") else Kinds(0)
         self._stopped: Done | None = None
         self.passed_over = 0
         self.absent = ""
@@ -122,7 +125,7 @@ class ProbeSource:
         if profiler_active():
             self.passed_over += 1
             return
-        status = probe.open(Kinds.KERNELS | Kinds.MEMCPY | Kinds.MEMSET, self._cupti)
+        status = probe.open(Kinds.KERNELS | Kinds.MEMCPY | Kinds.MEMSET | self._ranges, self._cupti)
         if status is Status.COLLECTING:
             self._open_step = step
         elif status in PASSING:
@@ -147,7 +150,7 @@ class ProbeSource:
         probe.close()
         taken = probe.take(limits.KERNEL_SPANS_MAX)
         for a in taken.activities:
-            size = a.size if a.kind != "kernel" else 0
+            size = a.size if a.kind not in ("kernel", "range") else 0
             self._ring.kernel(
                 a.name[: limits.KERNEL_NAME_CHARS_MAX], step, a.start_ns, max(0, a.end_ns - a.start_ns),
                 device=a.device, stream=a.stream, size=size, kind=a.kind,

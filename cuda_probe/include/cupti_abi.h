@@ -12,6 +12,7 @@ enum Kind : uint32_t {
   kMemset = 2,
   kKernel = 3,
   kConcurrentKernel = 10,
+  kMarker = 12,
   kOverhead = 17,
   kSynchronization = 38,
   kGraphTrace = 51,
@@ -23,6 +24,8 @@ enum Result : int {
   kInsufficientPrivileges = 35,
   kMultipleSubscribers = 39,
 };
+
+enum MarkerFlag : uint32_t { kMarkerStart = 2, kMarkerEnd = 4 };
 
 enum FlushFlag : uint32_t { kFlushForced = 1 };
 
@@ -79,6 +82,16 @@ struct GraphTrace {  // CUpti_ActivityGraphTrace2, prefix
   uint32_t device, graph, context, stream;
 };
 
+struct Marker {  // CUpti_ActivityMarker2: an NVTX range is one that starts and one that ends, of the same id
+  uint32_t kind, flags;
+  uint64_t timestamp;
+  uint32_t id, object_kind;
+  uint32_t object_[3];
+  uint32_t padding_;
+  const char* name;
+  const char* domain;
+};
+
 struct Overhead {  // CUpti_ActivityOverhead, prefix
   uint32_t kind, overhead_kind;
   uint64_t object_[2];
@@ -88,7 +101,7 @@ struct Overhead {  // CUpti_ActivityOverhead, prefix
 static_assert(offsetof(Kernel, start) == 16 && offsetof(Kernel, name) == 104 && offsetof(Kernel, graph) == 156);
 static_assert(offsetof(Memcpy, correlation) == 44 && offsetof(Memset, correlation) == 44);
 static_assert(offsetof(Synchronization, stream) == 32 && offsetof(GraphTrace, stream) == 36);
-static_assert(offsetof(Overhead, start) == 24);
+static_assert(offsetof(Overhead, start) == 24 && offsetof(Marker, id) == 16 && offsetof(Marker, name) == 40);
 
 struct SubscriberParams {  // CUpti_SubscriberParams (13.0 and newer): names the tool that holds CUPTI
   size_t struct_size;

@@ -27,7 +27,8 @@ enum lp_kinds {
   LP_MEMSET = 4,
   LP_OVERHEAD = 8,
   LP_SYNCHRONIZATION = 16,
-  LP_GRAPHS = 32
+  LP_GRAPHS = 32,
+  LP_RANGES = 64 /* NVTX ranges; the process must have been started with NVTX_INJECTION64_PATH naming libcupti */
 };
 
 /* 64 bytes. `version` is 2n+1 while record n is written and 2n+2 when it is whole. */

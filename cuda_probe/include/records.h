@@ -8,7 +8,9 @@
 #include "cupti_abi.h"
 #include "lanterne_probe.h"
 
-inline bool on_the_device(uint32_t kind) { return kind != cupti_abi::kSynchronization && kind != cupti_abi::kOverhead; }
+inline bool on_the_device(uint32_t kind) {
+  return kind != cupti_abi::kSynchronization && kind != cupti_abi::kOverhead && kind != cupti_abi::kMarker;
+}
 
 // Length of the union of the intervals, which are in order of their starts.
 inline uint64_t covered(const std::vector<lp_record>& found) {
@@ -25,6 +27,7 @@ inline uint64_t covered(const std::vector<lp_record>& found) {
 inline uint32_t sums(const std::vector<lp_record>& found, lp_total* totals, uint32_t most) {
   std::unordered_map<uint64_t, lp_total> by_name;
   for (const lp_record& r : found) {
+    if (!on_the_device(r.kind)) continue;
     const uint32_t name = r.kind == cupti_abi::kMemset ? 0 : r.name;
     lp_total& t = by_name[static_cast<uint64_t>(r.kind) << 32 | name];
     t.kind = r.kind;

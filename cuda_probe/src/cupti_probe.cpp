@@ -41,6 +41,7 @@ constexpr uint32_t kRing = 1u << 16;
 constexpr uint32_t kBuffers = 16;
 constexpr size_t kBufferBytes = 1u << 20;
 constexpr size_t kNamesMax = 1u << 16;
+constexpr size_t kOpenRangesMax = 1u << 12;
 constexpr int kCudaErrorNoDevice = 100;
 constexpr int kClockSamples = 32;
 
@@ -62,6 +63,13 @@ std::unordered_map<const char*, uint32_t> name_by_pointer;
 std::unordered_map<std::string, uint32_t> name_by_text;
 std::vector<const std::string*> names;
 std::deque<std::string> shown;  // the same, demangled as torch.profiler shows them; references stay valid
+
+struct OpenRange {
+  uint64_t start;
+  uint32_t name;
+};
+std::mutex ranges_lock;
+std::unordered_map<uint32_t, OpenRange> open_ranges;  // NVTX ranges that began and have not ended, by id
 
 std::array<uint8_t*, kBuffers> pool{};
 std::atomic<uint32_t> free_buffers{0};
@@ -90,7 +98,7 @@ struct KindOf {
 constexpr KindOf kKinds[] = {
     {LP_KERNELS, abi::kConcurrentKernel},      {LP_MEMCPY, abi::kMemcpy},  {LP_MEMSET, abi::kMemset},
     {LP_OVERHEAD, abi::kOverhead},             {LP_SYNCHRONIZATION, abi::kSynchronization},
-    {LP_GRAPHS, abi::kGraphTrace},
+    {LP_GRAPHS, abi::kGraphTrace},             {LP_RANGES, abi::kMarker},
 };
 
 uint64_t monotonic_ns() {
@@ -138,6 +146,20 @@ uint32_t intern(const char* name) {
   return at->second;
 }
 
+// An NVTX range is whole when its end comes; one whose beginning was not seen, or was one too many, is left out.
+bool range_ended(const abi::Marker* m, lp_record* out) {
+  std::lock_guard<std::mutex> guard(ranges_lock);
+  if ((m->flags & abi::kMarkerStart) != 0) {
+    if (open_ranges.size() < kOpenRangesMax) open_ranges[m->id] = {m->timestamp, intern(m->name)};
+    return false;
+  }
+  auto begun = (m->flags & abi::kMarkerEnd) != 0 ? open_ranges.find(m->id) : open_ranges.end();
+  if (begun == open_ranges.end()) return false;
+  *out = {0, begun->second.start, m->timestamp, 0, m->kind, begun->second.name, 0, 0, m->id, 0, 0, 0};
+  open_ranges.erase(begun);
+  return true;
+}
+
 bool convert(const abi::Activity* activity, lp_record* out) {
   switch (activity->kind) {
     case abi::kKernel:
@@ -168,6 +190,8 @@ bool convert(const abi::Activity* activity, lp_record* out) {
       *out = {0, g->start, g->end, 0, g->kind, 0, g->device, g->stream, g->correlation, g->graph, 0, 0};
       return true;
     }
+    case abi::kMarker:
+      return range_ended(reinterpret_cast<const abi::Marker*>(activity), out);
     case abi::kOverhead: {
       auto* o = reinterpret_cast<const abi::Overhead*>(activity);
       overhead_ns += o->end - o->start;
@@ -353,6 +377,10 @@ int lp_open(const char* cupti_path, uint32_t kinds) {
     if (const int code = step(cupti_path); code != LP_COLLECTING) return code;
   }
   correlate_clocks();
+  {
+    std::lock_guard<std::mutex> ranges(ranges_lock);
+    open_ranges.clear();
+  }
   int result = api.ActivityRegisterCallbacks(on_request, on_complete);
   for (const KindOf& k : kKinds) {
     if (result == abi::kSuccess && (kinds & k.bit) != 0) result = api.ActivityEnable(k.activity);

@@ -107,6 +107,18 @@ void reopened(char** arguments) {
   CHECK(close() == LP_IDLE);
 }
 
+void ranges(char** arguments) {
+  void* probe = load_probe(arguments);
+  auto open = symbol<decltype(&lp_open)>(probe, "lp_open");
+  Emit emit = symbol<Emit>(load("libcupti.so.13"), "standin_emit");
+  CHECK(open("", LP_RANGES) == LP_COLLECTING);
+  CHECK(emit(12, 20001, 2) == 20001);  // the last one begins and does not end
+  CHECK(symbol<decltype(&lp_head)>(probe, "lp_head")() == 10000);
+  const lp_record* ring = symbol<decltype(&lp_ring)>(probe, "lp_ring")();
+  for (uint64_t n = 0; n < 10000; n++) CHECK(ring[n].kind == 12 && ring[n].end_ns >= ring[n].start_ns + 3000);
+  CHECK(symbol<decltype(&lp_close)>(probe, "lp_close")() == LP_IDLE);
+}
+
 void nccl(char** arguments) {
   auto drive = symbol<int (*)(const char*, int, int, int, int, int)>(load(arguments[5]), "standin_nccl");
   void* plugin = load(arguments[4]);
@@ -130,6 +142,7 @@ int main(int count, char** arguments) {
   if (name == "kernels") kernels(arguments);
   if (name == "starved") starved(arguments);
   if (name == "reopened") reopened(arguments);
+  if (name == "ranges") ranges(arguments);
   tidy();
   return 0;
 }

@@ -29,6 +29,7 @@ size_t size_of(uint32_t kind) {
     case abi::kMemset: return 88;
     case abi::kSynchronization: return 40;
     case abi::kGraphTrace: return 56;
+    case abi::kMarker: return 56;
     default: return 40;
   }
 }
@@ -72,6 +73,12 @@ void fill(uint8_t* at, uint32_t kind, uint64_t i, const char* name, uint64_t ker
     auto* s = reinterpret_cast<abi::Synchronization*>(at);
     s->start = end - 100;
     s->end = end;
+  } else if (kind == abi::kMarker) {  // every second one ends the one before it
+    auto* m = reinterpret_cast<abi::Marker*>(at);
+    m->flags = i % 2 == 0 ? abi::kMarkerStart : abi::kMarkerEnd;
+    m->timestamp = i % 2 == 0 ? end - 3000 : end;
+    m->id = static_cast<uint32_t>(i / 2 + 1);
+    m->name = i % 2 == 0 ? name : nullptr;
   } else if (kind == abi::kOverhead) {
     auto* o = reinterpret_cast<abi::Overhead*>(at);
     o->start = end - 50;

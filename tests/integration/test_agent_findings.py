@@ -22,7 +22,7 @@ CPU_V1 = Path("/sys/fs/cgroup/cpu")
 
 def look(*arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     command = [sys.executable, "-m", "lanterne", "agent", "--once", "--json", *arguments]
-    env = {**os.environ, "LANTERNE_HOST": "node7", **environment}
+    env = {**os.environ, "LANTERNE_NODE": "node7", **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)

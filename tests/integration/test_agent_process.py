@@ -124,7 +124,7 @@ def test_what_the_agent_finds_on_a_host_is_a_cause_of_the_job_there(tmp_path: Pa
     watch = ("agent", "--interval", "0.5", "--endpoint", base, "--root", str(tree.root), "--path", str(full_disk))
     with process(*serve, **quiet):
         until(lambda: httpx.get(f"{base}/readyz", timeout=1).status_code == 200)
-        with process(*watch, **quiet, LANTERNE_HOST=host):
+        with process(*watch, **quiet, LANTERNE_NODE=host):
             told = until(lambda: rows(base, "host_finding", 3))
             job(base, host)
             causes = until(lambda: of_job(base, 2))

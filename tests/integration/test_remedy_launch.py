@@ -198,7 +198,7 @@ def test_a_node_is_left_out_only_where_the_job_can_do_without(server: Server) ->
         made = server.order("fixed", "restart_without_node", host="elsewhere")
         assert "--nnodes MIN:MAX" in server.wait(made["id"], "refused")["reason"]
     server.appear("elastic")
-    with server.launched("elastic", ["stay", 0], "--nnodes", "1:4", LANTERNE_HOST="node-7") as process:
+    with server.launched("elastic", ["stay", 0], "--nnodes", "1:4", LANTERNE_NODE="node-7") as process:
         assert line(process) == "attempt 0 - -"
         server.order("elastic", "restart_without_node", host="node-7")
         assert process.wait(timeout=60) == GIVE_UP_EXIT

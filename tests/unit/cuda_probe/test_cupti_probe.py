@@ -82,6 +82,19 @@ def test_every_kind_of_record_is_read(libraries: tuple[Path, Path]) -> None:
     assert out["overhead"] == 150
 
 
+def test_a_range_is_whole_when_it_ends(libraries: tuple[Path, Path]) -> None:
+    out = drive(
+        libraries,
+        "probe.open(Kinds.RANGES | Kinds.KERNELS)\nstandin.standin_emit(12, 7, 2)\nstandin.standin_emit(10, 1, 1)\n"
+        "taken=probe.take(99)\nout['rows']=sorted([a.kind, a.name] for a in taken.activities)\n"
+        "out['long']=min(a.end_ns-a.start_ns for a in taken.activities if a.kind == 'range') >= 3000\n"
+        "out['totals']=[t[0] for t in taken.totals]; out['busy']=taken.busy_ns",
+    )
+    assert out["rows"] == [["kernel", "gemm_kernel_0<float>"], *[["range", "gemm_kernel_0<float>"]] * 3]
+    assert out["long"]  # the seventh began and never ended
+    assert (out["totals"], out["busy"]) == (["gemm_kernel_0<float>"], 1000)  # a range is no work of the device
+
+
 def test_the_ring_is_bounded_and_counts_what_it_overwrote(libraries: tuple[Path, Path]) -> None:
     out = drive(
         libraries,
@@ -173,4 +186,13 @@ def test_without_a_compiler_the_answer_is_clear(monkeypatch: pytest.MonkeyPatch,
     result = cuda_probe.build()
     assert result["built"] is False
     assert "no C++ compiler" in result["reason"]
+    assert len(cuda_probe.describe(result).splitlines()) == 1
     assert cuda_probe.status()["status"] == "not-built"
+
+
+def test_another_system_than_linux_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    result = cuda_probe.build()
+    assert cuda_probe.describe(result) == f"probe: not built: {result['reason']}"
+    assert "this is darwin" in result["reason"]
+    assert (cuda_probe.status()["collecting"], cuda_probe.status()["reason"]) == (False, result["reason"])
