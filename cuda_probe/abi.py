@@ -90,7 +90,10 @@ class _Counters(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One thing that the device did, or a ``range`` (NVTX) in which the program launched it. Times in ns on CLOCK_MONOTONIC; ``size`` is bytes, or blocks of a kernel."""
+    """One thing that the device did, or a ``range`` (NVTX) in which the program launched it.
+
+    Times in ns on CLOCK_MONOTONIC; ``size`` is bytes, or blocks of a kernel.
+    """
 
     kind: str
     name: str
