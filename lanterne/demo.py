@@ -158,6 +158,7 @@ class Demo:
 
     def _environment(self) -> dict[str, str]:
         wanted = {"LANTERNE_SNAPSHOT_EVERY": str(SNAPSHOT_EVERY), "LANTERNE_SNAPSHOT_KEEP": str(SNAPSHOT_KEEP)}
+        wanted |= {"LANTERNE_STANDBY": "1"} if self.options.fault in RESTARTED else {}
         return {
             **os.environ,
             **(wanted if self.options.mends else {"LANTERNE_RESTARTS": "0"}),

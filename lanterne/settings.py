@@ -60,6 +60,8 @@ class CollectorSettings:
     """Take signed commands from the backend."""
     restarts: int = 2
     """How often ``lanterne run`` may start the command again when the backend orders it; 0 = never."""
+    standby: bool = False
+    """Keep the next attempt ready under ``lanterne run``: interpreters that have imported torch and wait."""
     snapshot_every: int = 0
     """Steps between snapshots of the training state in host memory, for the action ``rollback``; 0 = none."""
     snapshot_keep: int = 3

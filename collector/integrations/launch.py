@@ -29,6 +29,8 @@ from typing import BinaryIO
 from lanterne import cuda_probe, limits
 from lanterne.collector.integrations.auto import note_exit
 from lanterne.collector.integrations.launch_orders import Orders
+from lanterne.collector.integrations.standby import AGAIN_S, Standby, mode_of
+from lanterne.collector.integrations.standby import VARIABLE as HOLD
 from lanterne.collector.shipper import is_running
 from lanterne.errors import UsageError
 from lanterne.settings import CollectorSettings, load
@@ -178,37 +180,56 @@ def run(
 ) -> int:
     """Run the command to its end; returns Popen's return code (negative = signal).
 
-    With ``orders`` it is started again when the backend orders that, and the code is that of the last attempt.
-    ``folder`` takes the exit notes and the stderr tail. Raises UsageError when the command cannot start.
+    With ``orders`` it is started again when the backend orders that, from a standby where one is kept, and the code is
+    that of the last attempt. ``folder`` takes the exit notes and the stderr tail. Raises UsageError when the command
+    cannot start.
     """
     piped = tee and not torchrun_at(command) and not _stderr_is_file()
     full = dict(environ)
     if piped:
         full["LANTERNE_STDERR"] = str(folder / "stderr")
     forwarder = _Forwarder()
+    standbys: list[Standby] = []
+    process: subprocess.Popen[bytes] | None = None
     try:
         while True:
-            code = _attempt(command, full, folder, forwarder, piped=piped, orders=orders)
+            mode = _standby_mode(command, orders)
+            process = process or _start(command, full | ({HOLD: f"{mode}:probe:{folder}"} if mode else {}), piped=piped)
+            ahead = Standby(command, full, folder, mode, piped=piped, after_s=AGAIN_S if standbys else 0.0)
+            if mode and ahead.start():
+                standbys.append(ahead)
+            code = _attempt(process, folder, forwarder, orders)
             after = None if orders is None else orders.ended(code, lambda: forwarder.told)
             if after is None:
                 return code
             if after.attempt < 0:
                 return after.code
             full |= after.environment
-            sys.stderr.write(f"lanterne: attempt {after.attempt} starts\n")
+            process = ahead.take(after.environment)
+            sys.stderr.write(f"lanterne: attempt {after.attempt} starts{' from standby' if process else ''}\n")
     finally:
+        for standby in standbys:
+            standby.end()
         forwarder.undo()
 
 
-def _attempt(
-    command: Sequence[str], environ: Mapping[str, str], folder: Path, forwarder: _Forwarder,
-    *, piped: bool, orders: Orders | None,
-) -> int:  # fmt: skip
-    """Start the command once and wait for its end."""
+def _standby_mode(command: Sequence[str], orders: Orders | None) -> str:
+    """How the attempt after this one is held ready; empty where it is not."""
+    if orders is None or not orders.settings.standby or orders.restarts >= orders.settings.restarts:
+        return ""
+    at = torchrun_at(command)
+    return mode_of(command, at, list(_options(command, at)) if at else [])
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], *, piped: bool) -> subprocess.Popen[bytes]:
     try:
-        process = subprocess.Popen(list(command), env=environ, stderr=subprocess.PIPE if piped else None)
+        return subprocess.Popen(list(command), env=environ, stderr=subprocess.PIPE if piped else None)
     except OSError as error:
         raise UsageError(f"{command[0]}: cannot be started: {error.strerror}; check the name and PATH") from error
+
+
+def _attempt(process: subprocess.Popen[bytes], folder: Path, forwarder: _Forwarder, orders: Orders | None) -> int:
+    """Wait for the end of one attempt."""
     forwarder.to(process)
     if orders is not None:
         orders.started(process)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from shipper_backend import Backend
 
@@ -149,6 +150,39 @@ def test_a_restart_starts_the_next_attempt_twice_and_no_more(server: Server) -> 
         server.wait(last["id"], "applied")
         trail = [a["action"] for a in server.audit(first["id"])]
         assert (trail[-1], trail[0]) == ("command.issued", "command.applied")
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [p for p in psutil.Process(process.pid).children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_standby_waits_for_the_order_and_starts_with_its_environment(server: Server) -> None:
+    server.appear("ready")
+    with server.launched("ready", ["stay", 0], LANTERNE_STANDBY="1") as process:
+        assert line(process) == "attempt 0 - -"
+        _, ahead = until(lambda: found if len(found := children(process)) == 2 else None)
+        server.order("ready", "restart", nccl_algo="Ring", micro_batch=2)
+        assert line(process) == "attempt 1 Ring 2"
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert "attempt 1 starts from standby" in process.stderr.read()
+        assert not ahead.is_running()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_standby_whose_launcher_ends_never_runs_the_script(server: Server, sign: signal.Signals) -> None:
+    job = f"alone-{sign.name}"
+    server.appear(job)
+    with server.launched(job, ["stay", 0], LANTERNE_STANDBY="1") as process:
+        assert line(process) == "attempt 0 - -"
+        first, ahead = until(lambda: found if len(found := children(process)) == 2 else None)
+        process.send_signal(sign)
+        process.wait(timeout=60)
+        until(lambda: not ahead.is_running() or ahead.status() == psutil.STATUS_ZOMBIE)
+        with contextlib.suppress(psutil.Error):
+            first.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
 
 
 def test_every_nodes_launcher_takes_the_order(server: Server) -> None:

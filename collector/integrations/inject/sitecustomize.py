@@ -27,6 +27,7 @@ def _chain() -> None:
 def _watch() -> None:
     if os.environ.get("LANTERNE_AUTO_ATTACH") != "1":
         return
+    held = os.environ.get("LANTERNE_HOLD", "")
     root = os.environ.get("LANTERNE_ROOT", "")
     if root and importlib.util.find_spec("lanterne") is None:
         sys.path.append(root)
@@ -34,6 +35,10 @@ def _watch() -> None:
         from lanterne.collector.integrations import auto
 
         auto.install()
+        if held:
+            from lanterne.collector.integrations import standby
+
+            standby.hold()
     except Exception as error:
         if "RANK" in os.environ:
             sys.stderr.write(f"lanterne: this interpreter cannot attach ({error}); training goes on without\n")

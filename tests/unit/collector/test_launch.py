@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lanterne.collector.integrations.launch import job_name, main, torchrun_at, with_tee
+from lanterne.collector.integrations.standby import mode_of
 from lanterne.errors import UsageError
 
 RUN = [
@@ -29,6 +30,28 @@ def launch(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 def python(code: str, **more: str) -> subprocess.CompletedProcess[str]:
     return launch(sys.executable, "-c", textwrap.dedent(code), **more)
+
+
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [
+        ("torchrun --standalone --nproc-per-node 4 t.py", "ranks"),
+        ("python3 -m torch.distributed.run --standalone t.py", "ranks"),
+        ("torchrun --nproc-per-node 4 t.py", ""),  # the second would meet the first at its rendezvous
+        ("torchrun --nnodes 2 --rdzv-endpoint h:1 t.py", ""),
+        ("torchrun --standalone --no-python ./t.sh", ""),
+        ("python train.py --standalone", "main"),
+        ("python -u train.py", "main"),
+        ("python -I train.py", ""),  # would not see the hook, and run
+        ("python -sE train.py", ""),
+        ("mpirun -n 4 python train.py", ""),
+        ("./train.sh", ""),
+    ],
+)
+def test_a_second_command_is_kept_only_where_it_does_not_meet_the_first(command: str, mode: str) -> None:
+    words = command.split()
+    at = torchrun_at(words)
+    assert mode_of(words, at, words[at:]) == mode
 
 
 @pytest.mark.parametrize(
