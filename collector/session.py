@@ -73,6 +73,7 @@ class Session:
         self._hooks: TrainingHooks | None = None
         self._worker_server: WorkerServer | None = None
         self._told_data = False
+        self._agent: Any = None
         self._ends = threading.Event()
         self._seed_told = False
 
@@ -192,7 +193,7 @@ class Session:
         if self.settings.commands:
             from lanterne.collector import commands
 
-            self._try("commands", lambda: commands.start(cast(commands.Host, self)))
+            self._agent = self._try("commands", lambda: commands.start(cast(commands.Host, self)))
 
     def _try(self, what: str, call: Callable[[], T]) -> T | None:
         """Do it; a failure is counted and noted, and training goes on without that part."""
@@ -331,6 +332,14 @@ class Session:
         """Tell that a checkpoint lies at ``path`` (file or folder); needed only for savers other than torch's."""
         if self.enabled:
             self._checkpoints.saved(path, took_ns=int(duration_ms * 1e6))
+
+    def on_save(self, saver: Callable[[int], None]) -> None:
+        """Call ``saver(step)`` on every rank, at one step boundary, when ``save_checkpoint`` is ordered.
+
+        It should write elsewhere than the regular checkpoints, and must not wait for other ranks.
+        """
+        if self._agent is not None:
+            self._agent.actions.on_save(saver)
 
     @property
     def optimizer(self) -> Any:

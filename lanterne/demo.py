@@ -37,9 +37,9 @@ SETTLE_S = 2.0
 TAP_BUILD_S = 300
 POLL_S = 0.4
 STEPS, STEPS_WITH_REMEDY = 200, 500
-RESTARTED = frozenset({"hang", "crash", "oom"})
-"""Faults that stop the job: what mends them is the next attempt."""
-REMEDIED = frozenset({"lr-jump", "bad-batch", "nan", "overflow", "gc", "replica-divergence"}) | RESTARTED
+RESTARTED = frozenset({"hang", "crash", "oom", "leak"})
+"""Faults that stop the job, sooner or later: what mends them is the next attempt."""
+REMEDIED = RESTARTED | {"lr-jump", "bad-batch", "nan", "overflow", "gc", "replica-divergence", "checkpoint-corrupt"}
 """Faults that a default policy mends by itself under ``--policy auto``: the run ends when that is verified."""
 SNAPSHOT_EVERY, SNAPSHOT_KEEP = 20, 4
 """Steps between the snapshots that ``rollback`` goes back to, where a remedy is wanted."""

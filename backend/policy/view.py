@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lanterne.causal.facts import Facts, FloatArray
-from lanterne.nouns import BreakerState, Cause, EventName, Incident
+from lanterne.nouns import BreakerState, Cause, EventName, Evidence, Incident
 
 LAST_STEPS = 3
 BEFORE_STEPS = 30
@@ -45,11 +45,27 @@ def recorded(values: FloatArray) -> FloatArray:
     return values[~np.isnan(values).all(axis=1)] if values.size else values
 
 
+CHECKPOINT_OK = "checkpoint_ok"
+"""Besides the series: the share of ranks whose newest checkpoint reads back whole."""
+
+
+def _checkpoint_ok(facts: Facts, step: int) -> float:
+    """Share of the ranks whose newest checkpoint from ``step`` on was read back whole; NaN before there is one."""
+    newest: dict[int, bool] = {}
+    for event in sorted(facts.events, key=lambda e: e.job_ns):
+        if event.name == EventName.CHECKPOINT_VERIFIED and event.step >= step:
+            newest[event.rank] = event.attributes.get("ok") not in (False, 0, "false", "False")
+    return sum(newest.values()) / max(facts.ranks_expected, len(facts.ranks), 1) if newest else math.nan
+
+
 def since(facts: Facts, name: str, step: int, count: int, how: str = "median", missing: float | None = None) -> float:
     """Series ``name`` over ranks and the last ``count`` recorded steps later than ``step``, reduced as ``how`` says.
 
-    ``missing`` is the value when nothing was recorded after ``step`` (None: NaN).
+    ``missing`` is the value when nothing was recorded after ``step`` (None: NaN). ``checkpoint_ok`` is no series but
+    the share of ranks whose newest checkpoint since ``step`` reads back whole.
     """
+    if name == CHECKPOINT_OK:
+        return _checkpoint_ok(facts, step)
     found = reduced(recorded(facts.get(name)[facts.steps > step])[-count:], how)
     return missing if math.isnan(found) and missing is not None else found
 
@@ -99,6 +115,7 @@ def view(
     series = _series(facts, onset)
     rates = {"now": series.get("lr", {}).get("last"), "planned": series.get("lr_planned", {}).get("last")}
     subject = cause.subject
+    first = cause.evidence[0] if cause.evidence else Evidence(says="")
     return {
         "job": job,
         "attempt": attempt,
@@ -119,6 +136,8 @@ def view(
             "since_step": -1 if onset is None else onset,
             "slowdown": float(cause.cost.slowdown or 1.0),
             "gpu_hours": float(cause.cost.gpu_hours or 0.0),
+            "value": float(first.value or 0.0),
+            "baseline": float(first.baseline or 0.0),
         },
         "series": series,
         "lr": {k: v for k, v in rates.items() if v is not None},

@@ -88,12 +88,20 @@ def _save(
         dist.barrier()
 
 
+def _save_apart(model: nn.Module, parts: dict[str, Any], folder: Path, step: int) -> None:
+    """By order: a checkpoint beside the regular ones, in a folder of its own, without waiting for other ranks."""
+    path = folder / f"ordered-{step - 1}" / f"rank-{dist.get_rank()}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({"step": step - 1, "model": model.state_dict(), **state}, path)
+
+
 def _resume(folder: Path, model: nn.Module, parts: dict[str, Any]) -> int:
     """Load the newest checkpoint that every rank can read; returns the step to go on with, 0 without one."""
     mine: dict[int, dict[str, Any]] = {}
-    for path in folder.glob(f"step-*/rank-{dist.get_rank()}.pt"):
+    for path in folder.glob(f"*-*/rank-{dist.get_rank()}.pt"):
         try:
-            mine[int(path.parent.name[len("step-") :])] = torch.load(path, weights_only=True)
+            mine[int(path.parent.name.partition("-")[2])] = torch.load(path, weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
             continue
     everybody: list[Any] = [None] * dist.get_world_size()
@@ -133,6 +141,7 @@ def train(arguments: argparse.Namespace) -> None:
     session = lanterne.attach(
         ddp, optimizer, scheduler=scheduler, scaler=scaler if half else None, dataloader=loader, start_step=step
     )
+    session.on_save(lambda done: _save_apart(model, parts, arguments.checkpoints, done))
     while step < arguments.steps:
         for x, y in session.steps(loader):
             model.step = step

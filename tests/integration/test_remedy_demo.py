@@ -28,6 +28,8 @@ ACTION = {
     "hang": "restart",
     "crash": "restart",
     "oom": "restart",
+    "leak": "save_checkpoint",
+    "checkpoint-corrupt": "save_checkpoint",
 }
 STAMPS = ("onset", "detected", "diagnosed", "decided", "acted", "verified")
 

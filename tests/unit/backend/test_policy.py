@@ -16,6 +16,7 @@ from lanterne import orders
 from lanterne.backend import dispatch, policy
 from lanterne.backend.policy.book import Book
 from lanterne.backend.policy.decide import History, decide
+from lanterne.backend.policy.outcome import met_by
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.causal.facts import Diagnosis, FactEvent, Facts
@@ -26,6 +27,7 @@ from lanterne.nouns import (
     Cause,
     CauseCategory,
     EventName,
+    Evidence,
     Identity,
     Incident,
     IncidentStatus,
@@ -281,6 +283,37 @@ def test_the_deployment_matrix_of_the_contract() -> None:
     assert [o.action for o in choose(found, surge).orders] == ["save_checkpoint", "pause"]
     thin = replace(surge, series={**surge.series, "grad_sparsity": sparse})
     assert [o.action for o in choose(found, thin).orders] == ["clip_grad_norm", "scale_lr"]
+
+
+def _read_back(rank: int, step: int, ok: bool) -> FactEvent:
+    return FactEvent(
+        name=EventName.CHECKPOINT_VERIFIED, rank=rank, step=step, job_ns=step * S + rank, attributes={"ok": ok}
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "met"),
+    [
+        ([_read_back(r, 72, True) for r in range(4)], True),
+        ([_read_back(r, 72, r != 2) for r in range(4)], False),
+        ([_read_back(r, 72, True) for r in range(3)], False),  # one rank has not read its own yet
+        ([_read_back(r, 60, True) for r in range(4)], False),  # before the order
+        ([], False),
+    ],
+)
+def test_an_ordered_checkpoint_helped_when_every_rank_read_it_back(said: list[FactEvent], met: bool) -> None:
+    rule = next(p for p in policy.defaults() if p.name == "checkpoint-save-again").verify
+    assert rule is not None
+    assert met_by(rule, facts(events=[_read_back(2, 65, False), *said]), 70, {}, 1.0)[0] is met
+
+
+@pytest.mark.parametrize(("value", "actions"), [(1.6e9, ["save_checkpoint", "restart"]), (0.9e9, ["save_checkpoint"])])
+def test_a_leak_is_restarted_once_the_memory_has_tripled(value: float, actions: list[str]) -> None:
+    proof = Evidence(says="grows", value=value, unit="bytes", baseline=0.5e9)
+    found = incident(CauseCategory.MEMORY_LEAK, subject=Subject(rank=2), evidence=(proof,))
+    chosen = choose(found, facts())
+    assert [o.action for o in chosen.orders] == actions
+    assert chosen.chose == ("act" if len(actions) == 2 else "propose")
 
 
 def test_an_unknown_cause_is_left_alone() -> None:
