@@ -43,6 +43,8 @@ PAGE_ROWS_DEFAULT = 100
 PAGE_ROWS_MAX = 1_000
 PLOT_POINTS_MAX = 4_000
 HEATMAP_CELLS_MAX = 128_000
+GRID_CELLS_MAX = 16_000_000  # ranks x steps of one metric kept as an array for the plots; beyond, SQL by window
+GRID_BYTES_MAX = 512 << 20  # of all such arrays; those asked for last stay
 UPLOAD_BYTES_MAX = 1 << 30
 
 # readers

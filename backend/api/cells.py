@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from lanterne.backend.api.grids import Grid, Grids
 from lanterne.backend.store.events import EventStore
 
-Cells = NDArray[np.float64]
+Cells = NDArray[np.floating[Any]]
 ONE_ROW = frozenset({"step_ms", "lateness_ms", "wait_ms", "transfer_ms"})
 """Metrics pooled row by row; of the others ``rank_steps`` may hold several rows a rank and step, summed first."""
 BLOCK_CELLS_MAX = 4_000_000
@@ -57,8 +58,47 @@ class Window:
             yield first, min(first + many - 1, self.steps[1])
 
 
-def pooled(store: EventStore, job: str, attempt: int, metric: str, window: Window) -> Cells:
+def pooled(store: EventStore, grids: Grids, job: str, attempt: int, metric: str, window: Window) -> Cells:
     """The maximum of each cell, float64 ``[rank buckets, step buckets]``; NaN = nothing was sent."""
+    block = _block(grids, job, attempt, metric, window)
+    if block is None:
+        return _asked(store, job, attempt, metric, window)
+    return pool(block, window.step_width, window.rank_width).T.astype(np.float64)
+
+
+def _block(grids: Grids, job: str, attempt: int, metric: str, window: Window) -> Cells | None:
+    """The window as ``[steps, ranks]`` from the arrays kept; None where the metric has none."""
+    grid = _grid(grids, job, attempt, "step_ms" if metric == "busy_ms" else metric, window)
+    if not grid.plain:
+        return None
+    found = _cut(grid, window)
+    if metric == "busy_ms":  # own work: the step without what it waited
+        waits = _grid(grids, job, attempt, "wait_ms", window)
+        if not waits.plain:
+            return None
+        found = found - np.nan_to_num(_cut(waits, window), nan=0.0)
+    return found
+
+
+def _grid(grids: Grids, job: str, attempt: int, metric: str, window: Window) -> Grid:
+    whole = grids.of(job, attempt, metric) if window.step_width > 1 else None
+    return whole if whole is not None and whole.plain else grids.part(job, attempt, metric, *window.steps)
+
+
+def _cut(grid: Grid, window: Window) -> Cells:
+    """The grid's values in the window, ``[steps, ranks]``, with NaN where the grid does not reach."""
+    part = grid.values[grid.rows(*window.steps), window.ranks[0] : window.ranks[1] + 1]
+    shape = (window.steps[1] - window.steps[0] + 1, window.ranks[1] - window.ranks[0] + 1)
+    if part.shape == shape:
+        return part
+    found = np.full(shape, np.nan, part.dtype)
+    low = max(grid.first - window.steps[0], 0)
+    found[low : low + part.shape[0], : part.shape[1]] = part
+    return found
+
+
+def _asked(store: EventStore, job: str, attempt: int, metric: str, window: Window) -> Cells:
+    """The same by the store alone, for what is too large or too irregular to be kept as an array."""
     key: dict[str, Any] = {"job": job, "attempt": attempt, **window.bounds()}
     if metric == "busy_ms":
         return _busy(store, key, window)
@@ -103,10 +143,10 @@ def _place(block: Cells, table: pa.Table, rank0: int, step0: int, *, sign: int) 
         block[y, x] = value
 
 
-def pool(block: Cells, rank_width: int, step_width: int) -> Cells:
-    """The maximum of each ``rank_width`` x ``step_width`` tile, passing over NaN; the last tiles may be smaller."""
-    rows = np.arange(0, block.shape[0], rank_width)
-    columns = np.arange(0, block.shape[1], step_width)
+def pool(block: Cells, high: int, wide: int) -> Cells:
+    """The maximum of each ``high`` x ``wide`` tile, passing over NaN; the last tiles may be smaller."""
+    rows = np.arange(0, block.shape[0], high)
+    columns = np.arange(0, block.shape[1], wide)
     found: Cells = np.fmax.reduceat(np.fmax.reduceat(block, columns, axis=1), rows, axis=0)
     return found
 

@@ -15,6 +15,7 @@ from fastapi import Depends, Path, Query, Request
 from lanterne import limits
 from lanterne.backend.alerts import Alerter
 from lanterne.backend.api.accounts import Accounts
+from lanterne.backend.api.grids import Grids
 from lanterne.backend.api.hub import Hub
 from lanterne.backend.api.problems import Problem
 from lanterne.backend.detect.safety import Safety
@@ -43,7 +44,17 @@ class Context:
     accounts: Accounts
     heavy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Room for two ad-hoc queries or diagnoses at a time."""
+    grids: Grids = field(init=False)
+    """Metrics as arrays of steps by ranks, for heat maps and curves."""
+    bounds: dict[tuple[str, int], tuple[int, tuple[int, int, int]]] = field(default_factory=dict)
+    """By attempt: the store's version, then first step, last step and largest rank."""
+    signs: dict[tuple[str, int], tuple[int, int, dict[int, dict[str, Any]]]] = field(default_factory=dict)
+    """By attempt: the store's version, the last commit's server Unix ns, and the last signs by rank."""
     _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    _kept: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grids", Grids(self.store))
 
     def cached(self, key: Any, make: Callable[[], T], seconds: float = 15.0) -> T:
         """What ``make`` gave within the last ``seconds``; at most 1,000 keys are kept."""
@@ -53,6 +64,17 @@ class Context:
             if len(self._cache) > 1_000:
                 self._cache.clear()
             known = self._cache[key] = (now, make())
+        found: T = known[1]
+        return found
+
+    def kept(self, at: tuple[str, int], key: Any, make: Callable[[], T]) -> T:
+        """What ``make`` gave of an attempt, until the store gets new rows of it; at most 1,000 keys are kept."""
+        version = self.store.changes.version(*at)
+        known = self._kept.get((at, key))
+        if known is None or known[0] != version:
+            if len(self._kept) > 1_000:
+                self._kept.clear()
+            known = self._kept[at, key] = (version, make())
         found: T = known[1]
         return found
 
@@ -82,6 +104,11 @@ class At:
 
     job: JobRecord
     attempt: int
+
+    @property
+    def here(self) -> tuple[str, int]:
+        """Job id and attempt."""
+        return self.job.id, self.attempt
 
     @property
     def key(self) -> list[Any]:

@@ -19,12 +19,13 @@ from lanterne.backend.api.context import (
     encode_cursor,
     page,
 )
-from lanterne.backend.api.overview import all_signs, overviews
+from lanterne.backend.api.overview import overviews, seen
 from lanterne.backend.api.problems import Problem
 from lanterne.backend.api.states import rank_state
 from lanterne.backend.store.records import rfc3339
 
 router = APIRouter(tags=["jobs"])
+_ATTACHED = "SELECT attributes FROM logs WHERE job = ? AND attempt = ? AND name = 'attached' ORDER BY rank LIMIT 1"
 
 
 @router.get("/jobs", response_model=shapes.Page[shapes.Job])
@@ -42,9 +43,7 @@ def one_job(context: Ctx, at: OfJob) -> dict[str, Any]:
     """One job with its attached settings, mesh and hosts."""
     job = at.job
     found = overviews(context, [job])[0]
-    rows = context.store.rows(
-        "SELECT attributes FROM logs WHERE job = ? AND attempt = ? AND name = 'attached' ORDER BY rank LIMIT 1", at.key
-    )
+    rows = context.kept(at.here, "attached", lambda: context.store.rows(_ATTACHED, at.key))
     ranks = context.control.ranks(job.id, at.attempt)
     axes = sorted({axis for r in ranks for axis in r.identity.mesh})
     return found | {
@@ -60,16 +59,15 @@ def ranks(context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, curs
     after = decode_cursor(cursor, int)
     first = after[0] + 1 if after else 0
     store, key, now = context.store, at.key, context.clock.unix_ns()
-    here = (at.job.id, at.attempt)
-    found = all_signs(context, [here])[0][here]
-    progress = {r["rank"]: r for r in store.rows("SELECT * FROM rank_progress WHERE job = ? AND attempt = ?", key)}
+    found = seen(context, at.job, at.attempt).signs
+    progress = context.kept(at.here, "progress", lambda: queries.last_steps(store, at.here))
     clocks = {r["rank"]: r for r in store.rows("SELECT * FROM rank_clocks WHERE job = ? AND attempt = ?", key)}
-    beats = queries.beats(store, [here], now)
-    dropped = queries.dropped(store, at.job.id, at.attempt)
+    beats = queries.beats(store, at.here, now)
+    dropped = context.kept(at.here, "dropped", lambda: queries.dropped(store, at.job.id, at.attempt))
 
     def show(record: Any) -> dict[str, Any]:
         identity, rank = record.identity, record.identity.rank
-        sign, clock, beat = found[rank], clocks.get(rank), beats.get((*here, rank), {})
+        sign, clock, beat = found[rank], clocks.get(rank), beats.get(rank, {})
         return {
             "rank": rank,
             "local_rank": identity.local_rank,
@@ -78,7 +76,7 @@ def ranks(context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, curs
             "pid": identity.pid,
             "mesh": dict(identity.mesh),
             "state": rank_state(sign, now),
-            "step": progress.get(rank, {}).get("step", beat.get("step", -1)),
+            "step": progress.get(rank, beat.get("step", -1)),
             "phase": beat.get("phase"),
             "last_seen": rfc3339(sign.last_seen_ns),
             "clock": {"offset_ns": clock["offset_ns"], "error_ns": clock["error_ns"]} if clock else None,

@@ -11,7 +11,7 @@ import pyarrow as pa
 from fastapi import APIRouter, Query, Response
 
 from lanterne import limits, wire
-from lanterne.backend.api import cells, queries, reduce, shapes
+from lanterne.backend.api import cells, lines, queries, reduce, shapes
 from lanterne.backend.api.context import (
     At,
     Context,
@@ -44,16 +44,30 @@ def metrics(
     reduce_by: Annotated[Literal["minmax", "lttb"], Query(alias="reduce")] = "minmax",
     aggregate: Literal["none", "median", "max"] = "none",
     smooth: Annotated[float, Query(ge=0, lt=1)] = 0.0,
+    most: Annotated[int, Query(ge=1, le=_SERIES_MAX)] = _SERIES_MAX,
 ) -> dict[str, Any]:
-    """One metric as series of at most ``points`` numbers (spikes stay); without ``name`` the list of names."""
+    """One metric as series of at most ``points`` numbers (spikes stay); without ``name`` the list of names.
+
+    Of more than ``most`` series those stay that stray furthest from the median of their step.
+    """
     if name is None:
-        return {"names": _names(context, at)}
-    table = _points(context, at, name, rank, label, from_step, to_step, aggregate)
+        return {"names": context.kept(at.here, "names", lambda: _names(context, at))}
     unit = wire.UNITS.get(name, "ms" if name.endswith("_ms") else "")
+    if rank is None and label is None:
+        kept = lines.of(context.grids, at.here, name, aggregate, from_step, to_step, most)
+        if kept is not None:
+            series = [
+                _shown(line.step, line.time_ns, line.value, points, reduce_by, smooth)
+                | {"rank": line.rank, "label": ""}
+                for line in kept
+            ]
+            return {"name": name, "unit": unit, "series": series}
+    table = _points(context, at, name, rank, label, from_step, to_step, aggregate)
     series = [
-        _series(part, points, reduce_by, smooth) | {"rank": r, "label": text} for (r, text), part in _split(table)
+        _series(part, points, reduce_by, smooth) | {"rank": r, "label": text}
+        for (r, text), part in _split(table)[:most]
     ]
-    return {"name": name, "unit": unit, "series": series[:_SERIES_MAX]}
+    return {"name": name, "unit": unit, "series": series}
 
 
 def _names(context: Context, at: At) -> list[dict[str, Any]]:
@@ -129,9 +143,13 @@ def _split(table: pa.Table) -> list[tuple[tuple[int, str], pa.Table]]:
 
 def _series(part: pa.Table, points: int, reduce_by: str, weight: float) -> dict[str, Any]:
     value = part.column("value").to_numpy(zero_copy_only=False).astype(np.float64)
+    step, time = (part.column(name).to_numpy() for name in ("step", "time_ns"))
+    return _shown(step, time, value, points, reduce_by, weight)
+
+
+def _shown(step: Any, time: Any, value: Any, points: int, reduce_by: str, weight: float) -> dict[str, Any]:
+    """Smoothed on all numbers, then reduced."""
     value = reduce.smooth(value, weight)
-    step = part.column("step").to_numpy()
-    time = part.column("time_ns").to_numpy()
     axis = (step if (step >= 0).any() else time).astype(np.float64)
     chosen = reduce.minmax(value, points) if reduce_by == "minmax" else reduce.lttb(axis, value, points)
     return {
@@ -162,13 +180,10 @@ def heatmap(
     """
     low, high = from_step, to_step
     if low is None or high is None or to_rank is None:
-        bounds = context.store.rows(
-            "SELECT min(step) AS a, max(step) AS b, max(rank) AS r FROM rank_steps WHERE job = ? AND attempt = ?",
-            at.key,
-        )[0]
-        low = (bounds["a"] if bounds["a"] is not None else 0) if low is None else low
-        high = (bounds["b"] if bounds["b"] is not None else 0) if high is None else high
-        to_rank = (bounds["r"] or 0) if to_rank is None else to_rank
+        first, last, top = lines.bounds(context, at.here)
+        low = first if low is None else low
+        high = last if high is None else high
+        to_rank = top if to_rank is None else to_rank
     unit = "ms" if metric.endswith("_ms") else wire.UNITS.get(metric, "")
     empty = {"metric": metric, "unit": unit, "ranks": [], "steps": [], "values": [], "pooled_by": "max"}
     if high < low or to_rank < from_rank:
@@ -177,7 +192,7 @@ def heatmap(
     step_width = -(-(high - low + 1) // width)
     rank_width = -(-(to_rank - from_rank + 1) // height)
     window = cells.Window(ranks=(from_rank, to_rank), steps=(low, high), rank_width=rank_width, step_width=step_width)
-    found = cells.pooled(context.store, at.job.id, at.attempt, metric, window)
+    found = cells.pooled(context.store, context.grids, at.job.id, at.attempt, metric, window)
     return _json(
         empty
         | {

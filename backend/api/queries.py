@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,22 @@ from lanterne.backend.store.events import EventStore
 Key = tuple[str, int]
 """Job and attempt."""
 
-_ASKED = "WITH asked AS (SELECT unnest($jobs) AS job, unnest($attempts)::INTEGER AS attempt)"
-_SIGNS = f"""{_ASKED}
-SELECT job, attempt, rank,
+_SIGNS = """
+SELECT rank,
   max(time_ns) FILTER (name = 'exited') AS exited_at, max(time_ns) FILTER (name = 'closed') AS closed_at,
   arg_max(TRY_CAST(attributes['exit_code'] AS INTEGER), time_ns) FILTER (name = 'exited') AS exit_code,
   arg_max(TRY_CAST(attributes['signal'] AS INTEGER), time_ns) FILTER (name = 'exited') AS signal,
   max(time_ns) FILTER (name = 'stall') AS stall_at, max(time_ns) FILTER (name = 'stall_ended') AS stall_ended_at,
   max(received_ns) AS received_ns
-FROM logs JOIN asked USING (job, attempt) WHERE rank >= 0 AND name <> 'heartbeat' GROUP BY job, attempt, rank
+FROM logs
+WHERE job = $job AND attempt = $attempt AND rank >= 0 AND name <> 'heartbeat' AND received_ns >= $since GROUP BY rank
 """
-_BEATS = f"""{_ASKED}
-SELECT job, attempt, rank, arg_max(attributes['phase'], sequence) AS phase, arg_max(step, sequence) AS step,
-  max(received_ns) AS received_ns
-FROM logs JOIN asked USING (job, attempt)
-WHERE rank >= 0 AND name = 'heartbeat' AND received_ns > $since GROUP BY job, attempt, rank
+_BEATS = """
+SELECT rank, {what} max(received_ns) AS received_ns
+FROM logs WHERE job = $job AND attempt = $attempt AND rank >= 0 AND name = 'heartbeat' AND received_ns > $since
+GROUP BY rank
 """
+_WHERE = "arg_max(attributes['phase'], sequence) AS phase, arg_max(step, sequence) AS step,"
 _DROPPED = """
 SELECT rank, sum(n)::BIGINT AS dropped FROM (
   SELECT rank, counter, max(TRY_CAST(attributes[counter] AS BIGINT)) AS n
@@ -37,39 +37,40 @@ SELECT rank, sum(n)::BIGINT AS dropped FROM (
   GROUP BY rank, counter)
 GROUP BY rank
 """
-_PACES = f"""{_ASKED},
-mine AS (SELECT job, attempt, step, value FROM rank_steps JOIN asked USING (job, attempt) WHERE metric = 'step_ms'),
-ends AS (SELECT job, attempt, max(step) AS last FROM mine GROUP BY job, attempt),
-steps AS (SELECT job, attempt, last, step, median(value) AS ms FROM mine JOIN ends USING (job, attempt)
-  WHERE step > last - 50 GROUP BY job, attempt, last, step)
-SELECT job, attempt, last, median(ms) AS ms FROM steps GROUP BY job, attempt, last
+_PACE = """
+SELECT step, median(value) AS ms FROM rank_steps
+WHERE job = $job AND attempt = $attempt AND metric = 'step_ms' AND step >= $low GROUP BY step ORDER BY step DESC
 """
 _LAST_STEP = "SELECT max(step) AS step FROM rank_steps WHERE job = ? AND attempt = ? AND metric = 'step_ms'"
-_LAST_VALUES = """
-WITH asked AS (SELECT unnest($jobs) AS job, unnest($attempts)::INTEGER AS attempt, unnest($steps)::BIGINT AS after)
-SELECT job, attempt, name, median(last) AS value FROM (
-  SELECT job, attempt, name, rank, arg_max(value, time_ns) AS last FROM points JOIN asked USING (job, attempt)
-  WHERE name IN ('training.loss', 'training.throughput') AND label = '' AND step > after
-  GROUP BY job, attempt, name, rank)
-GROUP BY job, attempt, name
+_LAST_STEPS = """
+SELECT rank, max(step) AS step FROM rank_steps
+WHERE job = $job AND attempt = $attempt AND metric = 'step_ms' GROUP BY rank
 """
+_LAST_VALUES = """
+SELECT name, median(last) AS value FROM (
+  SELECT name, rank, arg_max(value, time_ns) AS last FROM points
+  WHERE job = $job AND attempt = $attempt AND name IN ('training.loss', 'training.throughput') AND label = ''
+    AND step > $after
+  GROUP BY name, rank)
+GROUP BY name
+"""
+PACE_STEPS = 50
 _BEAT_WINDOW_NS = 120_000_000_000
 
 
-def _asked(keys: Iterable[Key]) -> dict[str, Any]:
-    found = list(keys)
-    return {"jobs": [job for job, _ in found], "attempts": [attempt for _, attempt in found]}
+def _at(key: Key) -> dict[str, Any]:
+    return {"job": key[0], "attempt": key[1]}
 
 
-def sign_rows(store: EventStore, keys: Iterable[Key]) -> list[dict[str, Any]]:
-    """Rows for :func:`lanterne.backend.api.states.signs`, with the job and attempt of each."""
-    return store.rows(_SIGNS, _asked(keys))
+def sign_rows(store: EventStore, key: Key, since_ns: int = 0) -> list[dict[str, Any]]:
+    """Rows for :func:`lanterne.backend.api.states.signs`, of what came in at ``since_ns`` (server Unix ns) or later."""
+    return store.rows(_SIGNS, _at(key) | {"since": since_ns})
 
 
-def beats(store: EventStore, keys: Iterable[Key], now_ns: int) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """Newest heartbeat within two minutes, by (job, attempt, rank): phase, step, received_ns."""
-    rows = store.rows(_BEATS, _asked(keys) | {"since": now_ns - _BEAT_WINDOW_NS})
-    return {(row["job"], row["attempt"], row["rank"]): row for row in rows}
+def beats(store: EventStore, key: Key, now_ns: int, *, where: bool = True) -> dict[int, dict[str, Any]]:
+    """Newest heartbeat within two minutes by rank: received_ns and, if asked ``where``, its phase and step."""
+    sql = _BEATS.format(what=_WHERE if where else "")
+    return {row["rank"]: row for row in store.rows(sql, _at(key) | {"since": now_ns - _BEAT_WINDOW_NS})}
 
 
 def dropped(store: EventStore, job: str, attempt: int) -> dict[int, int]:
@@ -82,18 +83,25 @@ def last_step(store: EventStore, job: str, attempt: int) -> int | None:
     return None if step is None else int(step)
 
 
-def paces(store: EventStore, keys: Iterable[Key]) -> dict[Key, tuple[int, float | None]]:
-    """(last step, median ms of a step over the last 50 steps) by (job, attempt); those without a step are left out."""
-    rows = store.rows(_PACES, _asked(keys))
-    return {(row["job"], row["attempt"]): (int(row["last"]), row["ms"]) for row in rows}
+def pace(store: EventStore, key: Key, low: int) -> tuple[int, float | None] | None:
+    """Last step and median ms of a step over the last 50, looked for from step ``low`` on; None without a step."""
+    rows = store.rows(_PACE, _at(key) | {"low": low})
+    if not rows:
+        return None
+    last = int(rows[0]["step"])
+    return last, float(np.median([row["ms"] for row in rows if row["step"] > last - PACE_STEPS]))
 
 
-def last_values(store: EventStore, paces: Mapping[Key, tuple[int, float | None]]) -> dict[Key, dict[str, float]]:
-    """Newest loss and throughput, median over ranks, of the last 50 steps, by (job, attempt)."""
-    found: dict[Key, dict[str, float]] = {}
-    for row in store.rows(_LAST_VALUES, _asked(paces) | {"steps": [last - 50 for last, _ in paces.values()]}):
-        found.setdefault((row["job"], row["attempt"]), {})[row["name"]] = row["value"]
-    return found
+def last_values(store: EventStore, key: Key, last: int) -> dict[str, float]:
+    """Newest loss and throughput, median over ranks, of the 50 steps up to ``last``."""
+    rows = store.rows(_LAST_VALUES, _at(key) | {"after": last - PACE_STEPS})
+    return {row["name"]: row["value"] for row in rows}
+
+
+def last_steps(store: EventStore, key: Key) -> dict[int, int]:
+    """The last step that each rank closed."""
+    rows = store.rows(_LAST_STEPS, _at(key))
+    return {row["rank"]: row["step"] for row in rows}
 
 
 def finite(value: Any) -> float | None:

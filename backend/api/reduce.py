@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,16 +17,18 @@ def minmax(value: Floats, points: int) -> Ints:
     n = len(value)
     if n <= points or points < 4:
         return np.arange(n, dtype=np.int64) if n <= points else np.linspace(0, n - 1, max(points, 1)).astype(np.int64)
-    edges = np.linspace(0, n, (points - 2) // 2 + 1).astype(np.int64)
-    chosen = {0, n - 1}
-    for low, high in pairwise(edges):
-        part = value[low:high]
-        if np.isnan(part).all():
-            chosen.add(int(low))
-            continue
-        chosen.add(int(low + np.nanargmin(part)))
-        chosen.add(int(low + np.nanargmax(part)))
-    return np.array(sorted(chosen), dtype=np.int64)
+    width = -(-n // ((points - 2) // 2))
+    rows = -(-n // width)
+    padded = np.full(rows * width, np.nan)
+    padded[:n] = value
+    buckets = padded.reshape(rows, width)
+    gaps = np.isnan(buckets)
+    least = np.where(gaps, np.inf, buckets).argmin(axis=1)
+    most = np.where(gaps, -np.inf, buckets).argmax(axis=1)
+    empty = gaps.all(axis=1)
+    least[empty] = most[empty] = 0
+    first = np.arange(rows, dtype=np.int64) * width
+    return np.unique(np.concatenate([[0, n - 1], first + least, first + most]))
 
 
 def lttb(x: Floats, y: Floats, points: int) -> Ints:

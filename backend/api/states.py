@@ -44,6 +44,27 @@ def signs(rows: Iterable[Mapping[str, Any]]) -> dict[int, Signs]:
     return found
 
 
+_LATER: Mapping[str, Sequence[str]] = {
+    "exited_at": ("exit_code", "signal"), "closed_at": (), "stall_at": (), "stall_ended_at": (), "received_ns": (),
+}  # fmt: skip
+
+
+def merged(old: Mapping[int, dict[str, Any]], rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rows of :func:`signs` by rank, with later ones of the same ranks taken in; repeated ones change nothing."""
+    found = dict(old)
+    for row in rows:
+        before = found.get(row["rank"])
+        if before is None:
+            found[row["rank"]] = row
+            continue
+        joined = dict(before)
+        for name, along in _LATER.items():
+            if (row[name] or 0) > (before[name] or 0):
+                joined |= {n: row[n] for n in (name, *along)}
+        found[row["rank"]] = joined
+    return found
+
+
 def rank_state(sign: Signs, now_ns: int) -> str:
     """running, finished, failed, hung or silent."""
     if sign.signal or sign.exit_code:

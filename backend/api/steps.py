@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Query, Response
 from fastapi.responses import JSONResponse
 
 from lanterne import limits
-from lanterne.backend.api import shapes
+from lanterne.backend.api import lines, shapes
 from lanterne.backend.api.context import (
     At,
     Context,
@@ -30,18 +30,10 @@ from lanterne.nouns import group_ranks
 
 router = APIRouter(tags=["steps"])
 StepNumber = Annotated[int, Path(ge=0, le=limits.STEP_MAX)]
-_STEPS = """
-SELECT step, any_value(start_ns) AS start_ns, max(v) FILTER (metric = 'step_ms') AS duration_ms,
-       max(slowest) FILTER (metric = 'step_ms') AS slowest_rank, max(v) FILTER (metric = 'wait_ms') AS wait_ms,
-       map_from_entries(list((metric, m)) FILTER (metric NOT IN ('step_ms', 'wait_ms', 'lateness_ms', 'transfer_ms')))
-         AS phases
-FROM (
-  SELECT step, metric, min(start_ns) AS start_ns, max(value) AS v, median(value) AS m, arg_max(rank, value) AS slowest
-  FROM (SELECT step, metric, rank, min(nullif(start_ns, 0)) AS start_ns, sum(value) AS value FROM rank_steps
-        WHERE job = $job AND attempt = $attempt AND step BETWEEN $low AND $high GROUP BY step, metric, rank)
-  GROUP BY step, metric)
-GROUP BY step HAVING count(*) FILTER (metric = 'step_ms') > 0
-ORDER BY step LIMIT $n
+_PHASES = """
+SELECT DISTINCT metric FROM rank_steps
+WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ?
+  AND metric NOT IN ('step_ms', 'wait_ms', 'lateness_ms', 'transfer_ms')
 """
 _BUS_FACTOR = {"all_reduce": 2.0, "allreduce": 2.0}
 """Bus bytes a payload byte as n grows; times (n-1)/n (nccl-tests, doc/PERFORMANCE.md). Others: 1."""
@@ -73,21 +65,37 @@ def steps(
         " AND step BETWEEN ? AND ? ORDER BY step LIMIT ?",
         [*at.key, low, high, limit + 1],
     )
-    values = {"job": at.job.id, "attempt": at.attempt, "low": low, "n": limit + 1}
-    rows = context.store.rows(_STEPS, values | {"high": found[-1]["step"]}) if found else []
+    rows = [row["step"] for row in found]
+    shown = _step_rows(context, at, rows[:limit]) if rows else {}
+    return page(rows, limit, lambda step: shown[step], encode_cursor)
 
-    def show(row: dict[str, Any]) -> dict[str, Any]:
-        phases = {name.removesuffix("_ms"): finite(value) for name, value in row["phases"] or ()}
+
+def _step_rows(context: Context, at: At, numbers: list[int]) -> dict[int, dict[str, Any]]:
+    """The rows of :func:`steps` by number of the step."""
+    low, high = numbers[0], numbers[-1]
+    names = [row["metric"] for row in context.store.rows(_PHASES, [*at.key, low, high])]
+
+    def by_step(metric: str, how: str) -> dict[int, float]:
+        grid = context.grids.part(*at.here, metric, low, high)
+        return dict(enumerate(np.round(grid.over(how), lines.DECIMALS).tolist(), grid.first))
+
+    whole = context.grids.part(*at.here, "step_ms", low, high)
+    longest, waits = by_step("step_ms", "max"), by_step("wait_ms", "max")
+    phases = {name.removesuffix("_ms"): by_step(name, "median") for name in sorted(names)}
+
+    def show(step: int) -> dict[str, Any]:
+        row = step - whole.first
+        own = {name: finite(found[step]) for name, found in phases.items() if finite(found.get(step)) is not None}
         return {
-            "step": row["step"],
-            "start": rfc3339(row["start_ns"] or 0),
-            "duration_ms": finite(row["duration_ms"]),
-            "slowest_rank": row["slowest_rank"],
-            "wait_ms": finite(row["wait_ms"]),
-            "phases": phases,
+            "step": step,
+            "start": rfc3339(int(whole.time_ns[row])),
+            "duration_ms": finite(longest.get(step)),
+            "slowest_rank": int(np.nanargmax(whole.values[row])),
+            "wait_ms": finite(waits.get(step)),
+            "phases": own,
         }
 
-    return page(rows, limit, show, lambda row: encode_cursor(row["step"]))
+    return {step: show(step) for step in numbers}
 
 
 @router.get("/jobs/{job}/steps/{number}")

@@ -24,6 +24,7 @@ from lanterne import limits
 from lanterne.backend.store import batch as batches
 from lanterne.backend.store import migrate
 from lanterne.backend.store.batch import SIGNALS, Batch
+from lanterne.backend.store.changes import Changes
 from lanterne.backend.store.connection import Opened, connect
 from lanterne.backend.store.views import create_views
 from lanterne.backend.store.writing import Receipt, Writing
@@ -80,6 +81,7 @@ class EventStore:
         self.clock: Clock = clock or SystemClock()
         self.quality = Quality()
         self.counters = Counters()
+        self.changes = Changes()
         self.recovered = ""
         self.failure = ""
         self._memory_limit, self._queue_bytes = memory_limit, queue_bytes
@@ -308,7 +310,9 @@ class EventStore:
         if writing is None or order.work is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
         try:
-            order.future.set_result(order.work(writing.cursor))
+            found = order.work(writing.cursor)
+            self.changes.forget()
+            order.future.set_result(found)
         except duckdb.FatalException as error:
             self._fail(error)
             order.future.set_exception(StoreUnavailable(f"the event store: {error}"))
@@ -335,6 +339,7 @@ class EventStore:
         except (duckdb.Error, OSError) as error:
             self._fail(error)
             raise StoreUnavailable(f"the event store could not commit: {error}") from error
+        self.changes.note(found, derived)
         self.counters.commits += 1
         self.counters.commit_seconds += (self.clock.monotonic_ns() - began) / 1e9
         for order in orders:

@@ -29,7 +29,8 @@ POINTS = 1_000
 WIDTH, HEIGHT = 500, 256
 PHASE_STEPS = 100
 OPEN = {"open", "diagnosed", "acting", "verifying"}
-RANKS_SHOWN = 64
+RANKS_SHOWN = 32
+"""Curves of single ranks on one plot: those that stray furthest from the median."""
 
 TABS = (
     ("Overview", ()),
@@ -342,7 +343,7 @@ async def curve_answer(api: Api, name: str, metric: str, view: View, smooth: flo
     aggregate = "none" if view.series == "ranks" else "max" if metric == "step_ms" else view.series
     answer: Mapping[str, Any] = await api.get(
         "jobs", name, "metrics", name=metric, points=POINTS, reduce="minmax", aggregate=aggregate,
-        smooth=smooth or None, **view.window(),
+        smooth=smooth or None, most=RANKS_SHOWN, **view.window(),
     )  # fmt: skip
     return answer
 
@@ -356,7 +357,6 @@ async def curve_figure(
         asked.append(curve_answer(api, name, metric, view, 0.0))
     found = await asyncio.gather(*asked)
     answer = dict(found[0])
-    answer["series"] = list(answer.get("series") or ())[:RANKS_SHOWN]
     raw = found[1] if len(found) > 1 else None
     figure = curves.curve(answer, raw=raw, axis=view.axis, log=view.log, marks=marked)
     figure["layout"]["uirevision"] = repr((metric, view.axis, view.from_step, view.to_step))
