@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "storage": ("checkpoint_stall", "checkpoint_corrupt", "checkpoint_incomplete", "storage_slow"),
     "timing": (
         "straggler", "gc_pause", "data_stall", "slow_transfer", "thermal_throttle", "device_error",
-        "intermittent_straggler", "step_time", "sync_skew", "sync_delay", "host_contention",
+        "slow_device", "intermittent_straggler", "step_time", "sync_skew", "sync_delay", "host_contention",
     ),
 }  # fmt: skip
 """Kinds by family, the telling ones first: the first one present names the incident."""

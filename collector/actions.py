@@ -11,13 +11,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lanterne import limits
 from lanterne.collector import rates
+from lanterne.collector.devices import TRAINER_SIZES, current, measure
 from lanterne.collector.guards import micro_batch, precision
 from lanterne.collector.guards.io_weight import set_io_weight, weight_file
 from lanterne.collector.guards.snapshots import Snapshots
@@ -365,6 +366,13 @@ class Actions:
 
         handle = optimizer.register_step_post_hook(count)
         return Effect(None, {"path": str(path), "steps": left[0]})
+
+    def _do_probe_device(self, parameters: Mapping[str, Any], step: int) -> Effect:
+        """In this process, since the device may be its alone; tens of milliseconds once the device is idle."""
+        found = asdict(measure(*current(), sizes=TRAINER_SIZES))
+        said = {name: value for name, value in found.items() if name == "device" or value}
+        self.host.put_event(EventName.DEVICE_PROBE, attributes=said)
+        return Effect(None, said)
 
     def _do_collect_stacks(self, parameters: Mapping[str, Any], step: int) -> Effect:
         text = all_stacks(threading.enumerate())

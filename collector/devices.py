@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 GROUP = "lanterne.devices"
 TIMEOUT_S = 60.0
-SIZES = {"cpu": (256, 8 << 20)}
-ACCELERATOR_SIZE = (4096, 256 << 20)
+SIZES = {"cpu": (256, 8 << 20), "": (4096, 256 << 20)}
 """Side of the square GEMM and bytes of the copy: about a millisecond each."""
+TRAINER_SIZES = {"cpu": (256, 8 << 20), "": (2048, 32 << 20)}
+"""The same beside a training that has the memory: 112 MiB at most on an accelerator ("" = any)."""
 ROUNDS = 9
 
 
@@ -124,13 +125,25 @@ def _milliseconds(work: Callable[[], object], wait: Callable[[], None]) -> float
     return median(took)
 
 
-def measure(device: Device, index: int = 0) -> Measured:
+def current() -> tuple[Device, int]:
+    """The device that this process trains on, and its index: what torch has initialised, else the CPU."""
+    try:
+        import torch
+
+        if hasattr(torch, "accelerator") and (found := torch.accelerator.current_accelerator()) is not None:
+            return TorchDevice(found.type), int(torch.accelerator.current_device_index())
+    except Exception:  # a driver that does not start
+        return TorchDevice("cpu"), 0
+    return TorchDevice("cpu"), 0
+
+
+def measure(device: Device, index: int = 0, *, sizes: Mapping[str, tuple[int, int]] = SIZES) -> Measured:
     """The straggler benchmark on one device: median of nine runs. Never raises."""
     name = f"{device.kind}:{index}"
     if device.absent:
         return Measured(device=name, error=device.absent)
     try:
-        side, copied = SIZES.get(device.kind, ACCELERATOR_SIZE)
+        side, copied = sizes.get(device.kind) or sizes[""]
         a, source = device.tensor(index, side), device.tensor(index, int((copied / 4) ** 0.5))
         target = source.clone()
         gemm = _milliseconds(lambda: a @ a, lambda: device.synchronize(index))

@@ -71,6 +71,7 @@ class EventName(StrEnum):
     COLLECTIVE_PENDING = "collective_pending"  # entered and not completed: op, group, group_sequence, …
     CLOCK_SNAPSHOT = "clock_snapshot"  # monotonic_ns and unix_ns read together; backend offsets
     STACKS = "stacks"  # Python stacks of all threads in the body, collected on order
+    DEVICE_PROBE = "device_probe"  # the fixed GEMM and copy, on order: device, gemm_ms, copy_ms | error
     COMMAND = "command"  # id, phase = prepared | voted | committed | applied | refused | undone, detail
     OUTCOME = "outcome"  # id, metric, before, after
     SHED = "shed"  # the overhead meter switched a source off

@@ -149,6 +149,10 @@ ACTIONS: Mapping[str, Action] = {
         parameters={"steps": _number(1, 50, "how many steps", kind=int)},
         subset=True,
     ),
+    "probe_device": Action(
+        says="run a fixed matrix product and copy on each rank's device and tell how long they take, as the step ends",
+        subset=True,
+    ),
     "collect_stacks": Action(says="send the Python stacks of all threads", immediate=True, subset=True),
     "stop": Action(
         says="leave the training loop at one step boundary with an exit code",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lanterne.backend.detect import (
     communication,
+    device_probe,
     heartbeat,
     host,
     liveness,
@@ -31,12 +32,14 @@ KINDS = (
     "grad_vanishing", "lr_drift", "lr_disagree", "replica_divergence", "seed_mismatch", "checkpoint_stall",
     "checkpoint_corrupt", "checkpoint_incomplete", "sync_delay", "sync_skew", "loss_variance", "heartbeat_lost",
     "version_gap", "liveness", "scaler_misuse", "optimizer_mismatch", "host_contention", "storage_slow",
+    "slow_device",
 )  # fmt: skip
 """Every ``Anomaly.kind`` that a detector may give."""
 
 DETECTORS = (
     liveness.detect, memory.detect, communication.detect, storage.detect, replicas.detect, precision.detect,
     straggler.detect, host.detect, step_time.detect, node.detect, sample.detect,
+    device_probe.detect,
 )  # fmt: skip
 
 LEVELLED = (numerics.detect, schedule.detect, sync.detect)

@@ -160,6 +160,14 @@ def of_agent(category: str, state: str) -> Facts:
     return replace(facts(series(), [said]), places={r: Place(host="node0") for r in range(4)})
 
 
+def probed(*gemm_ms: float, copy_ms: float = 2.0, step: int = 150) -> Facts:
+    said = [
+        event("device_probe", r, step, device="cuda:0", gemm_ms=ms, copy_ms=copy_ms if r == 1 else 2.0)
+        for r, ms in enumerate(gemm_ms)
+    ]
+    return facts(series(), said)
+
+
 def syncing(ms: float, steps: int, rank: int | None = None, first: int = 200) -> Facts:
     found = series(400)
     columns = slice(None) if rank is None else rank
@@ -323,6 +331,13 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: told("checkpoint_verified", ok=False),
         lambda: told("checkpoint_verified", ok=True),
     ),
+    "a slow device": ("slow_device", lambda: probed(1.0, 1.5, 1.02, 0.99), lambda: probed(1.0, 1.15, 1.02, 0.99)),
+    "a device that copies slowly": (
+        "slow_device",
+        lambda: probed(1.0, 1.0, 1.0, copy_ms=4.0),
+        lambda: probed(1.4, 1.5, 1.6, 1.4, copy_ms=2.1),
+    ),
+    "a device without enough peers": ("slow_device", lambda: probed(1.0, 9.0, 1.0), lambda: probed(1.0, 9.0)),
     "a busy neighbour": (
         "host_contention",
         lambda: of_agent("host_contention", "begun"),

@@ -314,6 +314,15 @@ def test_savers_of_the_trainer_are_called(tmp_path: Path) -> None:
     assert saved == [2]
 
 
+def test_the_device_is_measured_at_the_boundary_and_told(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    effect = do(host, actions(host), "probe_device")
+    assert [name for name, _ in host.events] == ["device_probe"]
+    assert effect.after["device"] == "cpu:0"
+    assert effect.after["gemm_ms"] > 0
+    assert effect.after["copy_gb_per_s"] > 0
+
+
 def test_the_profiler_writes_a_trace_of_the_ordered_steps(tmp_path: Path) -> None:
     host = Host(tmp_path)
     effect = do(host, actions(host), "profile", steps=2)
