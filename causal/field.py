@@ -122,7 +122,19 @@ def _ended_outside(words: Words) -> list[Cause]:
         for e in rows
         if any(
             x in w.text(e)
-            for x in ("cancelled", "preempt", "time limit", "evict", "spot", "reclaim", "maintenance", "node_fail")
+            for x in (
+                "cancelled",
+                "preempt",
+                "time limit",
+                "evict",
+                "spot",
+                "reclaim",
+                "maintenance",
+                "node_fail",
+                "walltime",
+                "term_",
+                "h_rt",
+            )
         )
     ]
     failed = [e for e in words.said("exception", "rank_failed", "fatal_signal", "device_oom") if not w.is_victim(e)]
@@ -355,6 +367,7 @@ def _nameless(words: Words, own: list[FactEvent]) -> list[Cause]:
                 needs=("which rank had that pid", "its core dump or stderr"),
             )
         ]
+    unsaid = [e for e in own if "actor died unexpectedly" in w.text(e) or "worker died" in w.text(e)]
     codes = [
         e
         for e in words.said("child_failed", "fatal_signal", "process_exit", "task_exit")
@@ -365,13 +378,12 @@ def _nameless(words: Words, own: list[FactEvent]) -> list[Cause]:
     rows = own[:1] or codes[:1]
     local = next((int(w.number(e, "local_rank")) for e in words.said("child_failed")), None)
     hosts = len({e.host for e in words.facts.events if e.host}) <= 1
-    return [
-        cause(
-            C.RANK_CRASHED,
-            0.65,
-            [line(e) for e in (*rows, *codes[:1])],
-            rank=local if hosts else None,
-            host=rows[0].host,
-            needs=() if local is not None else ("which rank wrote it: start with torchrun --tee 3 or --log-dir",),
-        )
-    ]
+    needs: tuple[str, ...] = (
+        () if local is not None else ("which rank wrote it: start with torchrun --tee 3 or --log-dir",)
+    )
+    killed = rows[0] in unsaid or (not own and int(w.number(codes[0], "exit_code")) in (-9, 137))
+    if killed:
+        needs = ("the kernel log of its host: SIGKILL is the out-of-memory killer's signal", "stderr of that process")
+    proof = [line(e) for e in (*rows, *codes[:1])]
+    rank = local if hosts else None
+    return [cause(C.RANK_CRASHED, 0.55 if killed else 0.65, proof, rank=rank, host=rows[0].host, needs=needs)]

@@ -12,6 +12,8 @@ from lanterne.nouns import CauseCategory as C
 
 XID_APPLICATION = frozenset({13, 31, 43, 45, 68, 69, 109})
 """Xids that a program's own fault (or the clean-up after one) raises too: NVIDIA Xid catalogue."""
+UNSURE = {"device_error_code": 0.6, "result_differs": 0.75}
+"""Facts that speak of a device without proof: an error code of the runtime, a result that a second run did not give."""
 THERMAL_MASK = 0x20 | 0x40
 """NVML clocks event reasons: software and hardware thermal slowdown (nvml.h)."""
 
@@ -57,8 +59,8 @@ def _xids(words: Words) -> list[Cause]:
 
 def _device_words(words: Words) -> list[Cause]:
     out: dict[tuple[str, int, str], Cause] = {}
-    for e in words.said("ecc_error", "gpu_lost", "burn_faulty", "device_error_code"):
-        sure = 0.6 if e.name == "log.device_error_code" else 0.9
+    for e in (*words.said("ecc_error", "gpu_lost", "burn_faulty", *UNSURE, "host_hardware"), *_remapped(words)):
+        sure = UNSURE.get(e.name.removeprefix("log."), 0.9)
         where, host = _device(e) or _place_device(words, e.rank), e.host or _host(words, e.rank)
         needs = () if host else ("the host and device of that rank: the log does not name them",)
         after = [o for o in words.said("device_oom") if o.rank == e.rank or not o.host or o.host == e.host]
@@ -68,6 +70,17 @@ def _device_words(words: Words) -> list[Cause]:
         found = cause(C.DEVICE_FAULT, sure, proof, rank=e.rank, host=host, device=where, needs=needs, do=do)
         out.setdefault((where or "", e.rank, host or ""), found)
     return list(out.values())
+
+
+def _remapped(words: Words) -> list[FactEvent]:
+    """Devices whose memory rows could not be remapped; the table names the device above its readings."""
+    out, current = [], ""
+    for e in words.facts.events:
+        if e.name == "log.smi_device":
+            current = str(e.attributes.get("device", ""))
+        elif e.name == "log.remap_failed":
+            out.append(replace(e, attributes={**e.attributes, **({"device": current} if current else {})}))
+    return out
 
 
 def _node_checks(words: Words) -> list[Cause]:
@@ -139,7 +152,7 @@ def thermal(words: Words) -> list[Cause]:
     for where, e in list(hot.items())[:4]:
         clock = [x for x in words.said("smi_clock", "smi_temperature") if x.host == e.host]
         proof = [
-            evidence(f"device {where or '?'} reports a thermal slowdown: {w.quote(e)}", ref=e.ref),
+            evidence(f"device {where or '?'} reports a slowdown: {w.quote(e)}", ref=e.ref),
             *map(line, clock[:2]),
         ]
         out.append(cause(C.THERMAL_THROTTLE, 0.9, proof, device=where or None, host=e.host or None, rank=e.rank))

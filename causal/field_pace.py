@@ -23,7 +23,7 @@ GAP_FACTOR = 10.0
 SLOW_SHARE, SLOW_SIGMAS, SLOW_STEADY, SLOW_STEPS_MIN = 0.15, 4.0, 0.9, 6
 """A rank whose own step is this much longer than its peers', beyond their spread, in this share of the steps."""
 BLOCKED = ("backward_ms", "forward_ms", "step_ms")
-OWN = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+OWN = ("busy_ms", "step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 STARVED_SHARE, STARVED_MS, STARVED_ROWS_MIN = 0.4, 50.0, 8
 """A step that goes by with waiting for data to this share, and by at least so much, in the usual row."""
 
@@ -235,7 +235,8 @@ def _starved(facts: Facts) -> list[Cause]:
 
 def _one_slower(facts: Facts, name: str) -> list[Cause]:
     """One rank's steps take longer than its peers' until the end: a timer that leaves the waiting out shows who."""
-    if len(facts.ranks) < 2 or any(np.isfinite(facts.get(n)).any() for n in ("lateness_ms", "busy_ms", "wait_ms")):
+    told = [n for n in ("lateness_ms", "busy_ms", "wait_ms") if n != name and np.isfinite(facts.get(n)).any()]
+    if len(facts.ranks) < 2 or told:
         return []
     x = facts.get(name)
     x = x[:, np.isfinite(x).any(axis=0)] if x.size else x

@@ -295,7 +295,7 @@ def _everybody_waits_for_data(frame: Frame) -> Finding | None:
     at = int(found.at[0])
     before, after = stats.rows_median(common[:at]), stats.rows_median(common[at:])
     noise = max(stats.noise_of(common[:at]), 1e-6)
-    if at < 5 or after - before < max(0.25 * frame.base_step_ms, 5 * noise):
+    if not np.isfinite(frame.base_step_ms) or at < 5 or after - before < max(0.25 * frame.base_step_ms, 5 * noise):
         return None
     since = frame.step(int(rows[at]))
     says = f"most ranks wait {number(after, 'ms')} for data since step {since}, before {number(before, 'ms')}"

@@ -32,6 +32,7 @@ class _Device:
     host: str = ""
     ref: str = ""
     xid: int = 0
+    uncorrected: float = 0.0  # ECC errors since the driver was loaded
 
 
 def _header(source: Source) -> list[str]:
@@ -42,7 +43,11 @@ def _header(source: Source) -> list[str]:
 def is_smi(source: Source) -> bool:
     """A header of nvidia-smi's query names: a device and at least one of its readings."""
     names = _header(source)
-    read = [n for n in names if n.startswith((*_REASONS, "clocks.", "temperature.", "power.", "utilization.", "ecc."))]
+    read = [
+        n
+        for n in names
+        if n.startswith((*_REASONS, "clocks.", "temperature.", "power.", "utilization.", "ecc.", "remapped_rows."))
+    ]
     return len(names) > 1 and bool(read) and any(n in _KEYS for n in names)
 
 
@@ -94,6 +99,8 @@ def _smi_row(state: _Device, row: Mapping[str, str], ref: str) -> None:
             _clock(state, _number(value))
         elif name == "temperature.gpu":
             state.warmest = max(state.warmest, _number(value) or 0.0)
+        elif name.startswith(("ecc.errors.uncorrected.volatile", "remapped_rows.failure")):
+            state.uncorrected = max(state.uncorrected, _number(value) or float(value.lower() == "yes"))
         elif name in {"hostname", "host", "node"}:
             state.host = value
     state.hot += hot
@@ -155,6 +162,9 @@ def _close(devices: Mapping[str, _Device], gather: Gather, source: Source) -> in
             lowest_mhz=min(state.clocks, default=0.0),
             celsius=state.warmest,
         )
+        if state.uncorrected:
+            body = f"device {where} counts {state.uncorrected:.0f} uncorrected ECC errors or failed remappings"
+            gather.event("log.ecc_error", host=state.host, ref=state.ref, body=body, device=where)
         if state.xid:
             body = f"DCGM_FI_DEV_XID_ERRORS {state.xid} on device {where}"
             gather.event("log.xid", host=state.host, ref=state.ref, body=body, device=where, xid=state.xid)

@@ -21,6 +21,15 @@ _PREFIXES = (
     re.compile(r"^\s*(?P<rank>\d{1,5}):\s"),  # srun --label
     re.compile(r"^\s*(?:rank|Rank|RANK)[ _=:#-]?(?P<rank>\d+)\s*[|:\]>-]\s?"),
 )
+_LEADS = (
+    re.compile(
+        r"^\s*\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d)\s+(?:(?:stdout|stderr) [FP] )?"
+    ),  # docker, CRI, kubectl
+    re.compile(r"^\s*\d\d:\d\d:\d\d\.\d{3}\s"),
+    re.compile(r"^\s*\([\w.:<>-]+ pid=\d+(?:, ip=[\d.]+)?\)\s?"),  # Ray
+    re.compile(r"^\s*\[pod/(?P<host>[\w.-]+)/[\w.-]+\]\s"),  # kubectl logs --prefix
+)
+"""What other tools put before a line; none of it is said by the rank."""
 _INLINE = (
     re.compile(r"\bRank (?P<rank>\d+)\]"),
     re.compile(r"\[(?:global_?)?rank[ =:]?(?P<rank>\d+)\]", re.IGNORECASE),
@@ -117,10 +126,16 @@ def _zeros(text: str) -> str:
 
 def _speaker(form: Form, text: str) -> None:
     """Who speaks: a prefix, NCCL's host and process, a host, a rank somewhere in the line."""
+    for lead in _LEADS:
+        found = lead.match(text[form.said :])
+        if found and found.re.groups:
+            form.host = (form.said + found.start("host"), form.said + found.end("host"))
+        form.said += found.end() if found else 0
+    begun = form.said
     for prefix in _PREFIXES:
-        found = prefix.match(text)
+        found = prefix.match(text[begun:])
         if found:
-            form.rank, form.said = found.span("rank"), found.end()
+            form.rank, form.said = (begun + found.start("rank"), begun + found.end("rank")), begun + found.end()
             form.sure = prefix is _PREFIXES[0]
             inner = _PREFIXES[0].match(text[form.said :])  # [default0]:[rank12]: says both, and local rank 0 is no rank
             if inner:
@@ -128,12 +143,13 @@ def _speaker(form: Form, text: str) -> None:
                 form.sure = True
                 form.said += inner.end()
             return
-    nccl = NCCL.match(text)
+    nccl = NCCL.match(text[begun:])
     if nccl:
-        form.host, form.process = nccl.span("host"), (nccl.span("host"), nccl.span("pid"))
+        places = [(begun + a, begun + b) for a, b in (nccl.span("host"), nccl.span("pid"))]
+        form.host, form.process = places[0], (places[0], places[1])
         return
     kernel = _SYSLOG.search(text[:120]) if " kernel:" in text[:140] else None
-    host = _HOST_PREFIX.match(text)
+    host = _HOST_PREFIX.match(text) if not form.said else None
     if kernel:
         form.host = kernel.span("host")
     elif host:

@@ -63,6 +63,7 @@ _alias(
     "grads_norm",
     "train/gnorm",
     "optim/grad_norm",
+    "actor/grad_norm",
 )
 _alias(
     "grad_norm_local",
@@ -89,6 +90,7 @@ _alias(
     "lr-adamw",
     "lr_0",
     "optim/learning_rate",
+    "actor/lr",
     "lr/group_0",
 )
 _alias("lr_planned", 1.0, "lr_planned", "planned_lr", "training.lr_planned", "scheduler_lr")
@@ -136,6 +138,8 @@ _alias(
     "step_seconds",
     "train_step_timing in s",
     "time_metrics/end_to_end(s)",
+    "perf/time_per_step",
+    "timing_s/step",
 )
 for _phase in (
     "data_wait",
@@ -168,6 +172,8 @@ _alias(
     "batch_load_time",
 )
 _alias("data_wait_ms", 1.0, "data_ms", "dataloader_ms", "data_loading_ms", "loader_wait_ms", "dataload_ms")
+_alias("busy_ms", 1000.0, "compute_time", "compute_time_s", "compute_seconds")
+_alias("busy_ms", 1.0, "compute_ms", "compute_time_ms")
 _alias("forward_ms", 1.0, "fwd_ms")
 _alias("backward_ms", 1.0, "bwd_ms", "backward_wall_ms")
 _alias("tokens", 1.0, "tokens", "num_tokens", "n_tokens", "ntokens", "local_tokens")
@@ -265,6 +271,7 @@ _alias(
     "images/sec",
     "imgs_per_sec",
     "throughput_metrics/tps",
+    "perf/throughput",
     "throughput(tps)",
     "it/s",
     "iter/s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import struct
 from collections.abc import Callable, Iterable
@@ -261,3 +262,192 @@ def hf_shard_missing(folder: Path) -> None:
     for i in (0, 2):
         head = json.dumps({f"w{i}": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
         (where / shards[i]).write_bytes(struct.pack("<Q", len(head)) + head + bytes(16))
+
+
+@builder
+def mmengine_nan(folder: Path) -> None:
+    noise, rows = random.Random(19), []
+    for s in range(10, 400, 10):
+        norm = "nan" if s >= 240 else f"{abs(noise.gauss(2.7, 0.2)):.4f}"
+        rows.append(
+            f"10/30 22:{s // 60:02d}:{s % 60:02d} - mmengine - INFO - Epoch(train) [1][{s}/735]  lr: 1.9828e-04  eta: "
+            f"2:45:16  time: 2.8833  data_time: 0.0040  memory: 10762  loss: {_loss(s, noise):.4f}  grad_norm: {norm}"
+        )
+    _write(folder / "train.log", rows)
+
+
+@builder
+def epochs_nan(folder: Path) -> None:
+    noise = random.Random(20)
+    rows = [f"epoch: {s} loss: {_loss(s, noise) if s < 80 else math.nan}" for s in range(100)]
+    _write(folder / "train.log", rows)
+
+
+@builder
+def imagenet_starves(folder: Path) -> None:
+    noise, rows = random.Random(21), []
+    for s in range(0, 2000, 20):
+        wait = abs(noise.gauss(0.045, 0.003)) if s < 600 else abs(noise.gauss(8.6, 0.3))
+        rows.append(
+            f"Epoch: [1][{s:4d}/5005]\tTime {wait + 0.12:6.3f} ({wait + 0.12:6.3f})\tData {wait:6.3f} ({wait:6.3f})\t"
+            f"Loss {_loss(s // 20, noise):.4e} ({_loss(s // 20, noise):.4e})\tAcc@1  12.50 ( 10.10)"
+        )
+    _write(folder / "train.log", rows)
+
+
+@builder
+def detectron_healthy(folder: Path) -> None:
+    noise = random.Random(22)
+    rows = [
+        f"[05/20 15:{s // 60 % 60:02d}:{s % 60:02d} d2.utils.events]: eta: 0:05:18  iter: {s}  "
+        f"total_loss: {_loss(s // 20, noise, 3.0, 0.4):.4f}  loss_cls: 0.1730  loss_box_reg: 0.0546    time: 0.5427  "
+        f"last_time: 0.5401  data_time: 0.0067  last_data_time: 0.0059   lr: 0.01  max_mem: 9540M"
+        for s in range(19, 2000, 20)
+    ]
+    _write(folder / "log.txt", rows)
+
+
+@builder
+def titan_memory(folder: Path) -> None:
+    noise, rows = random.Random(23), []
+    for s in range(1, 200):
+        gib = 40 + 0.19 * s
+        rows.append(titan(s, _loss(s, noise)).replace("40.02GiB(50.33%)", f"{gib:.2f}GiB({gib / 0.8:.2f}%)"))
+    rows.append(
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity "
+        "of 79.11 GiB of which 0.60 GiB is free."
+    )
+    _write(folder / "rank_0.log", rows)
+
+
+@builder
+def titan_save(folder: Path) -> None:
+    noise, rows = random.Random(24), []
+    for s in range(1, 401):
+        rows.append(titan(s, _loss(s, noise)))
+        if s % 50 == 0:
+            took = 412.12 if s == 350 else noise.gauss(4.1, 0.2)
+            rows.append(
+                f"[rank0]:[titan] 2025-03-01 10:01:44,123 - root - INFO - Finished saving the checkpoint in {took:.2f} "
+                "seconds."
+            )
+    _write(folder / "rank_0.log", rows)
+
+
+@builder
+def nccl_healthy(folder: Path) -> None:
+    noise = random.Random(25)
+    for node in (0, 1):
+        rows = []
+        for local in range(4):
+            r, who = 4 * node + local, f"dgx0{node}:{500 + local}:{900 + local} [{local}]"
+            rows += [
+                f"{who} NCCL INFO Bootstrap : Using bond0:10.0.0.{node}<0>",
+                f"{who} NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.",
+                f"{who} NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB bond0:10.0.0.{node}<0>",
+                f"{who} NCCL INFO Using network IB",
+                f"{who} NCCL INFO comm 0x55d0 rank {r} nranks 8 cudaDev {local} nvmlDev {local} busId {local + 1}8000 "
+                "commId 0x1f - Init START",
+                f"{who} NCCL INFO Channel 00/0 : {r}[{local}] -> {(r + 1) % 8}[{(local + 1) % 4}] via P2P/CUMEM",
+                f"{who} NCCL INFO comm 0x55d0 rank {r} nranks 8 cudaDev {local} nvmlDev {local} busId {local + 1}8000 "
+                "commId 0x1f - Init COMPLETE",
+            ]
+        rows += [f"step {s} loss {_loss(s, noise):.3f}" for s in range(100)]
+        _write(folder / f"node{node}.log", rows)
+
+
+@builder
+def lightning_resume(folder: Path) -> None:
+    noise = random.Random(26)
+    rows = [f"Epoch 3: step={s} train_loss={_loss(s, noise):.3f} lr=1e-4" for s in range(200, 300)]
+    rows += ["Restoring states from the checkpoint path at /ckpt/last.ckpt", "Restored all states from the checkpoint"]
+    rows += [f"Epoch 3: step={s} train_loss={_loss(s, noise):.3f} lr=1e-4" for s in range(300, 400)]
+    _write(folder / "train.log", rows)
+
+
+@builder
+def verl_healthy(folder: Path) -> None:
+    noise = random.Random(27)
+    rows = [
+        f"(TaskRunner pid=4242) step:{s} - global_seqlen/min:41022 - global_seqlen/max:52011 - actor/entropy:0.41 - "
+        f"actor/pg_loss:{noise.gauss(0, 0.02):.4f} - actor/grad_norm:{abs(noise.gauss(0.3, 0.03)):.3f} - "
+        f"actor/lr:1e-06 - "
+        f"critic/score/mean:{0.3 + s / 400:.3f} - perf/time_per_step:{noise.gauss(41, 1):.2f} - "
+        f"perf/throughput:{noise.gauss(1200, 20):.1f}"
+        for s in range(1, 120)
+    ]
+    _write(folder / "verl.log", rows)
+
+
+def _entries(count: int, done: int, sequence_key: str) -> list[dict[str, object]]:
+    return [
+        {
+            sequence_key: s,
+            "pg_id": 0,
+            "profiling_name": "nccl:all_reduce",
+            "time_created_ns": 1_760_000_000_000_000_000 + s * 10**6,
+            "input_sizes": [[4096]],
+            "output_sizes": [[4096]],
+            "state": "completed" if s <= done else "scheduled",
+            "frames": [{"name": "backward", "filename": "train.py", "line": 3}],
+            **({"process_group": ["0", "default_pg"], "op_id": s, "record_id": s} if sequence_key != "seq_id" else {}),
+        }
+        for s in range(1, count + 1)
+    ]
+
+
+@builder
+def json_dumps(folder: Path) -> None:
+    for rank in range(8):
+        last = 40 if rank != 5 else 39
+        value = {
+            "version": "2.5",
+            "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(8)))}},
+            "entries": _entries(last, 39, "collective_seq_id"),
+        }
+        (folder / f"nccl_trace_rank_{rank}").write_text(json.dumps(value))
+
+
+@builder
+def old_dumps(folder: Path) -> None:
+    for rank in range(4):
+        value = {"version": "1.5", "entries": _entries(20 if rank != 2 else 19, 19, "seq_id")}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(value, protocol=2))
+
+
+@builder
+def wandb_nan(folder: Path) -> None:
+    noise = random.Random(28)
+    rows = [
+        json.dumps(
+            {
+                "_step": s,
+                "_timestamp": 1.7e9 + s,
+                "train/loss": _loss(s, noise) if s < 70 else "NaN",
+                "train/grad_norm": 1.0,
+            }
+        )
+        for s in range(80)
+    ]
+    _write(folder / "wandb-history.jsonl", rows)
+
+
+@builder
+def compute_times(folder: Path) -> None:
+    noise = random.Random(29)
+    rows = []
+    for s in range(100):
+        for rank in range(8):
+            slow = 0.52 if rank == 3 and s >= 20 else 0.4
+            own = slow + noise.gauss(0, 0.004)
+            rows.append(
+                json.dumps(
+                    {
+                        "iteration": s,
+                        "rank": rank,
+                        "compute_time": own,
+                        "comm_time": 0.1 + (0.52 - own if s >= 20 else 0),
+                    }
+                )
+            )
+    _write(folder / "timing.jsonl", rows)
