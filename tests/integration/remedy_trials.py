@@ -5,6 +5,9 @@ all-reduce a step. Orders arrive in the inbox; the victim kills itself with SIGK
 point of the protocol: before or after one store call or one line of the vote log. Each rank writes the rate
 that it really used at each step; no two ranks may ever have used different rates at the same step, and every
 process must be gone within a bound. Prints one JSON object a trial.
+
+``--who launcher`` and ``--who backend`` kill what stands around the trainers (``remedy_outer_trials.py``); ``--who all
+--trials 200 --summary --out FILE`` is the whole, and goes on where it was when it is called again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -271,13 +274,58 @@ def verdict(folder: Path, exits: Mapping[int, int | None]) -> dict[str, Any]:
     }
 
 
+def kind_of(seed: int, who: str) -> str:
+    """``inner`` (a rank, the coordinator or the store), ``launcher`` or ``backend``; ``all`` is 3, 1 and 1 in five."""
+    return who if who != "all" else ("inner", "inner", "inner", "launcher", "backend")[seed % 5]
+
+
+def trials(seeds: list[int], who: str) -> Iterator[dict[str, Any]]:
+    """The rows of these seeds, one kind after the other, so that a server and a job serve many trials."""
+    yield from (trial(seed) for seed in seeds if kind_of(seed, who) == "inner")
+    for kind in ("launcher", "backend"):
+        mine = [seed for seed in seeds if kind_of(seed, who) == kind]
+        if not mine:
+            continue
+        from remedy_outer_trials import stage
+
+        with tempfile.TemporaryDirectory(prefix="lanterne-trials-") as name, stage(kind, Path(name) / kind) as run:
+            yield from map(run, mine)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    victims = sorted({row["victim"] for row in rows})
+    return {
+        "trials": len(rows),
+        "different": sum(bool(row["different"]) for row in rows),
+        "hung": sum(bool(row["hung"]) for row in rows),
+        "by_victim": {v: sum(row["victim"] == v for row in rows) for v in victims},
+        "seeds": [min(row["seed"] for row in rows), max(row["seed"] for row in rows)] if rows else [],
+        "bad": [row for row in rows if row["different"] or row["hung"]],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
+    parser.add_argument("--who", choices=("inner", "launcher", "backend", "all"), default="inner")
+    parser.add_argument("--out", type=Path, help="keep a line a trial here, and go on behind what stands there")
+    parser.add_argument("--summary", action="store_true", help="print one object at the end: trials, different, hung")
     arguments = parser.parse_args()
-    for seed in range(arguments.seed, arguments.seed + arguments.trials):
-        print(json.dumps(trial(seed)), flush=True)
+    known: list[dict[str, Any]] = []
+    if arguments.out is not None and arguments.out.exists():
+        known = [json.loads(line) for line in arguments.out.read_text().splitlines() if line]
+    wanted = set(range(arguments.seed, arguments.seed + arguments.trials))
+    rows = [row for row in known if row["seed"] in wanted]
+    for row in trials(sorted(wanted - {row["seed"] for row in rows}), arguments.who):
+        rows.append(row)
+        if arguments.out is not None:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        if not arguments.summary:
+            print(json.dumps(row), flush=True)
+    if arguments.summary:
+        print(json.dumps(summary(rows), indent=1))
 
 
 if __name__ == "__main__":
