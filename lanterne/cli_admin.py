@@ -59,11 +59,8 @@ def policy_test(
     if as_json:
         print_json(rows)
         return
-    console = Console()
-    for row in rows:
-        console.print(f"{row['incident']}  {row['policy']}: {row['choice']} — {row['why']}")
-    if not rows:
-        console.print("no stored incident matches; nothing would have been done")
+    for line in policy.told(rows):
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @checkpoint_app.command("verify")

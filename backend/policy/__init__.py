@@ -7,7 +7,7 @@ from lanterne.backend.policy.decide import Decision, History, Order, decide
 from lanterne.backend.policy.model import Policy, body_of, parse, parse_text, read
 from lanterne.backend.policy.outcome import verify
 from lanterne.backend.policy.react import Door, defaults, policies, react
-from lanterne.backend.policy.replay import replay, replay_file, replay_rules
+from lanterne.backend.policy.replay import replay, replay_file, replay_rules, told
 
 __all__ = [
     "Decision",
@@ -27,5 +27,6 @@ __all__ = [
     "replay_file",
     "replay_rules",
     "stop",
+    "told",
     "verify",
 ]

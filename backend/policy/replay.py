@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -19,16 +20,26 @@ from lanterne.errors import StoreUnavailable
 from lanterne.nouns import to_json
 from lanterne.settings import ServerSettings
 
+VERBS = {
+    "act": "act", "propose": "propose it to a person", "suggest": "suggest it", "observe": "only note it",
+    "hold": "hold back", "none": "do nothing",
+}  # fmt: skip
+
 
 def replay(file: Path, store: Any, control: ControlStore, *, ceiling: str = "auto") -> list[dict[str, Any]]:
-    """One row an incident, oldest first: ``{incident, job, category, policy, choice, why, orders}``.
+    """One row an incident, oldest first: ``{incident, job, step, category, rank, policy, choice, why, orders, series,
+    was}``. ``series`` says whether its events were at hand; ``was`` is what was decided in earnest (None: nothing).
 
     Each is judged by what was known when it was decided about. Budgets, cool-downs and the breaker run along, as if
     the policy had been in force. ``store`` is the event
     store, or None when only the incidents are at hand; conditions over series are then not met.
     Raises UsageError or UnreadableInput when the file cannot be used.
     """
-    return replay_rules(read(file), control.incidents(limit=100_000), store, ceiling=ceiling)
+    rows = replay_rules(read(file), control.incidents(limit=100_000), store, ceiling=ceiling)
+    for row in rows:
+        decided = control.decisions(row["incident"])[-1:]
+        row["was"] = {"policy": decided[0].policy or "-", "choice": decided[0].chose} if decided else None
+    return rows
 
 
 def replay_rules(
@@ -52,14 +63,39 @@ def replay_rules(
             {
                 "incident": record.incident.id,
                 "job": record.job,
+                "step": record.incident.opened_step,
                 "category": str(record.incident.causes[0].category),
+                "rank": record.incident.causes[0].subject.rank,
                 "policy": chosen.policy or "-",
                 "choice": chosen.chose,
                 "why": chosen.why,
                 "orders": to_json(chosen.orders),
+                "series": bool(len(facts.steps)),
             }
         )
     return rows
+
+
+def told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows as lines for people, with a count at the end."""
+    lines = []
+    for row in rows:
+        where = "" if row["rank"] is None else f" of rank {row['rank']}"
+        lines.append(f"{row['job']}  step {row['step']}: {row['category']}{where} ({row['incident']})")
+        lines.append(f"  {row['policy']} would {VERBS[row['choice']]}: {row['why']}")
+        for order in row["orders"]:
+            values = ", ".join(
+                f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in order["parameters"].items()
+            )
+            ranks = "all ranks" if order["ranks"] == "all" else f"rank {', '.join(map(str, order['ranks']))}"
+            lines.append(f"    {order['action']}({values}) on {ranks}")
+        if row.get("was"):
+            lines.append(f"  decided in earnest: {row['was']['policy']}: {row['was']['choice']}")
+        if not row["series"]:
+            lines.append("  its events are not at hand: conditions over series are not met")
+    counts = Counter(row["choice"] for row in rows)
+    found = ", ".join(f"{n} {choice}" for choice, n in sorted(counts.items()))
+    return [*lines, f"{len(rows)} incidents with a cause: {found}" if rows else "no incident with a cause is stored"]
 
 
 def _facts(store: Any, job: str, attempt: int, opened: int | None) -> Facts:
