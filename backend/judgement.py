@@ -117,7 +117,10 @@ def _told(
     for cause in diagnosis.causes:
         if cause.category is CauseCategory.UNKNOWN:
             continue
-        best = max(seen, key=lambda case: (fit(case, cause), -case.first_step))
+        possible = [case for case in seen if _can_explain(cause, case)]
+        if not possible:
+            continue
+        best = max(possible, key=lambda case: (fit(case, cause), -case.first_step))
         if len(seen) == 1 or fit(best, cause) > 0:
             share[best.incident.id].append(cause)
     told = []
@@ -127,6 +130,12 @@ def _told(
             case = incidents.diagnosed(case, answer, now_ns)
         told.append(case)
     return told
+
+
+def _can_explain(cause: Cause, case: Case) -> bool:
+    """Odd numbers make no step longer: time, memory and storage are not explained by numerics or replicas."""
+    odd = FAMILY_OF_CAUSE.get(cause.category, "numerics") in {"numerics", "replicas"}
+    return not (odd and case.families <= {"timing", "memory", "storage"})
 
 
 def _known_cause(case: Case) -> Cause | None:

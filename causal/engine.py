@@ -14,6 +14,7 @@ import networkx as nx
 
 from lanterne.causal import (
     compiles,
+    contention,
     episode,
     exits,
     field,
@@ -48,6 +49,7 @@ STAGES: tuple[Callable[[Frame], list[Finding]], ...] = (
     straggler.findings,
     compiles.findings,
     sample.findings,
+    contention.findings,
     network.findings,
 )
 

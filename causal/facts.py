@@ -29,6 +29,7 @@ fp16_underflow fp16_overflow e4m3_underflow e4m3_overflow  shares of a sample of
 grad_std            standard deviation of that sample
 gpu_clock_mhz gpu_temperature_c gpu_throttle (bit mask) gpu_power_w gpu_ecc_errors
 host_cpu_percent host_steal_percent host_runqueue process_cpu_ms (CPU time of the rank in the step)
+cpu_delay_percent   share of the time in which the rank's main thread stood ready and got no core
 loader_ms           time a loader worker took for the batch   net_retries  disk_ms
 send_queue_bytes    written to TCP sockets and not taken by the network: piles up in front of a slow link
 parameter_checksum  replicated parameters or synchronised gradients, equal on healthy replicas

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lanterne.causal import stats
+from lanterne.causal.contention import contended
 from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame, slim
 from lanterne.causal.patterns import prior
@@ -128,7 +129,9 @@ def _blocks_rise(y: Floats) -> bool:
 
 
 def _host_is_loaded(frame: Frame, rise: Rise) -> bool:
-    """All forward passes slowed with the transfers: the machine is busy, not the network."""
+    """The ranks had no cores, or all forward passes slowed with the transfers: the machine is busy, not the network."""
+    if contended(frame, rise.row, rise.after - rise.before):
+        return True
     forward = frame.facts.series.get("forward_ms")
     if forward is None:
         return False

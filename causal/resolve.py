@@ -120,6 +120,12 @@ RULES: tuple[Rule, ...] = (
         "who leaves a slow transfer last enters the next one late",
     ),
     Rule(
+        frozenset({C.HOST_CONTENTION}),
+        frozenset({C.SLOW_COMPUTE}),
+        lambda a, b: a.cause.subject.rank is None and _after(a, b) and _saving(b) < 0.7 * _saving(a),
+        "a rank without a core is late",
+    ),
+    Rule(
         frozenset({C.PARTITION_IMBALANCE}),
         LATE,
         lambda a, b: _after(a, b) and b.cause.subject.rank in a.covers,

@@ -274,6 +274,8 @@ def _explained(
     change = _excess(frame, edge.cause, locus, w)
     if edge.units == "milliseconds":
         return max(0.0, change) / max(amount, 1e-9)
+    if edge.units == "share":  # per cent of the step
+        return max(0.0, change) / 100 * float(np.nan_to_num(stats.rows_mean(frame.step_ms[w.now]))) / max(amount, 1e-9)
     if edge.units in {"inverse", "proportional"}:
         now, before = _level(frame, edge.cause, locus, w.now), _level(frame, edge.cause, locus, w.before)
         usual = _level(frame, "busy_ms", locus, w.before)

@@ -9,7 +9,7 @@ from typing import Any
 from lanterne.collector.local_rank import LocalRank
 from lanterne.collector.sources import memory, sockets
 from lanterne.collector.sources.gpu import GpuSource
-from lanterne.collector.sources.host import HostSource
+from lanterne.collector.sources.host import CpuDelay, HostSource
 from lanterne.collector.sources.node import NodeSource, worst
 from lanterne.nouns import Event, EventName
 
@@ -18,7 +18,7 @@ _FOR_EVERY_RANK = frozenset({"system.cpu.utilization", "system.cpu.steal", "syst
 """Host readings that explain a rank's own slowness; the rest is told once a host, by its lowest rank."""
 _OF_NODE = (
     "system.psi.cpu", "system.psi.memory", "system.psi.io", "system.cgroup.throttled_share", "system.disk.utilization",
-    "system.disk.latency", "process.cpu.delay", "process.neighbour.cpu",
+    "system.disk.latency", "process.neighbour.cpu",
 )  # fmt: skip
 """What the job's own facts hold of its node: the worst value of each. The rest is the host agent's."""
 
@@ -43,6 +43,7 @@ class Sampler:
         self._pids: list[int] = []
         self._host: HostSource | None = self._try("host", HostSource)
         self._node: NodeSource | None = self._try("node", lambda: NodeSource(job_pids=lambda: self._pids))
+        self._delay = CpuDelay()
         self._gpu: GpuSource | None = self._try("gpu", GpuSource)
         if self._gpu is not None and self._gpu.absent:
             self._absent.append(("gpu", self._gpu.absent))
@@ -67,6 +68,7 @@ class Sampler:
             samples: list[Sample] = [s for s in host if place == 0 or s[0] in _FOR_EVERY_RANK]
             samples += self._try("memory", partial(memory.sample, rank.process.pid)) or []
             samples += self._try("sockets", partial(sockets.sample, rank.process.pid)) or []
+            samples += self._try("scheduler", partial(self._delay.sample, rank.process.pid)) or []
             label = f"gpu{gpu_index(rank)}" if gpu else ""
             samples += [s for s in gpu if s[2] == label]
             step = rank.watch.look.step if rank.watch.look is not None else -1

@@ -60,6 +60,7 @@ GAUGES: Mapping[str, Gauge] = {
     "system.cpu.runqueue": Gauge("host_runqueue"),
     "process.cpu.time": Gauge("process_cpu_ms", 1e3),
     "process.gc.time": Gauge("gc_ms", 1e3),
+    "process.cpu.delay": Gauge("cpu_delay_percent", 100.0),
     "system.network.retransmits": Gauge("net_retries", counter=True),
     "system.network.send_queue": Gauge("send_queue_bytes"),
     "system.disk.io_time": Gauge("disk_ms", 1e3, counter=True),

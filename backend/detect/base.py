@@ -24,6 +24,8 @@ Detector = Callable[[Facts], list[Anomaly]]
 WARM_UP_STEPS = 10
 """First steps of an attempt: allocation, connection set-up, compilation. Judged by nothing that measures time."""
 MAD_TO_SIGMA = 1.4826
+LOST_MS = 500.0
+"""What a slowness must have cost the job in all before it is told: some short steps are a hiccup of the machine."""
 LONG_PHASES = ("checkpoint_ms", "eval_ms", "compile_ms")
 
 
@@ -159,6 +161,11 @@ def common(facts: Facts, name: str) -> FloatArray:
 def step_ms(facts: Facts) -> FloatArray:
     """Step time of the job, [T]: median over ranks (a synchronous job has one)."""
     return common(facts, "step_ms")
+
+
+def lost_ms(step: FloatArray, normal: float) -> float:
+    """By how much a stretch of steps, ms [n], was longer than ``normal`` in all."""
+    return float(np.nansum(np.maximum(step - normal, 0.0)))
 
 
 def column(facts: Facts, rank: int) -> int:

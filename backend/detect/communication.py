@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import common, events, finding, lasting_rise, median, rows_of, settled, step_ms
+from lanterne.backend.detect.base import (
+    LOST_MS,
+    common,
+    events,
+    finding,
+    lasting_rise,
+    lost_ms,
+    median,
+    rows_of,
+    settled,
+    step_ms,
+)
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, Severity
 
@@ -43,7 +54,7 @@ def slow_transfer(facts: Facts) -> list[Anomaly]:
     normal = float(np.median(step[outside])) if outside.any() else usual
     if float(np.median(step[during])) - normal < max(0.3 * shift.rise, 0.1 * normal):
         return []
-    if _lateness_explains(facts, rows[during], shift.rise):
+    if lost_ms(step[during], normal) < LOST_MS or _lateness_explains(facts, rows[during], shift.rise):
         return []
     first, last = int(facts.steps[rows[shift.first]]), int(facts.steps[rows[shift.last]])
     group, rank = _where(facts, first)

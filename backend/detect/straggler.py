@@ -11,9 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from lanterne.backend.detect.base import (
+    LOST_MS,
     Mask,
     finding,
     lasting_rise,
+    lost_ms,
     mad,
     median,
     rows_of,
@@ -112,6 +114,8 @@ def _changed(
     steady = float(np.mean(np.nan_to_num(x[during]) > shift.baseline + 0.5 * shift.rise))
     if shift.rise < bar or last[during].mean() < LAST_SHARE or steady < LAST_SHARE or longer < 0.4 * shift.rise:
         return None
+    if lost_ms(step[during], normal) < LOST_MS:
+        return None
     return _say(facts, rows, shift.first, shift.last, r, shift.level, shift.baseline, normal, shift.z, "baseline")
 
 
@@ -131,7 +135,7 @@ def _always(
     others = np.delete(x, r, axis=1)
     noise = float(mad(others - median(others, axis=1)[:, None]))
     rival = float(np.max(median(others, axis=0))) if others.shape[1] else 0.0
-    if level < NOISE_SIGMAS * noise or rival > 0.5 * level:
+    if level < NOISE_SIGMAS * noise or rival > 0.5 * level or level * known.sum() < LOST_MS:
         return None
     index = np.flatnonzero(known & (np.nan_to_num(mine) > 0.5 * level))
     return _say(

@@ -15,7 +15,7 @@ import yaml
 
 from lanterne.nouns import CauseCategory
 
-UNITS = ("milliseconds", "inverse", "proportional", "learned", "event")
+UNITS = ("milliseconds", "inverse", "proportional", "share", "learned", "event")
 SCOPES = ("rank", "host", "world", "service")
 
 

@@ -64,6 +64,26 @@ class HostSource:
         return [("process.cpu.time", (used - before[0]) / (at - before[1]), "share")]
 
 
+class CpuDelay:
+    """``process.cpu.delay``: how long a process's main thread stood ready without a core, in seconds a second.
+
+    From ``/proc/<pid>/schedstat`` (proc(5)); the thread of a training loop, so another thread's wait is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def sample(self, pid: int) -> list[Sample]:
+        """Since the last call for ``pid``; nothing at the first. Raises OSError where the kernel does not tell."""
+        waited = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1])
+        at = time.monotonic()
+        before = self._last.get(pid)
+        self._last[pid] = (waited, at)
+        if before is None or at <= before[1]:
+            return []
+        return [("process.cpu.delay", min(1.0, max(0.0, (waited - before[0]) / 1e9 / (at - before[1]))), "")]
+
+
 def run_queue() -> int:
     """Processes that run or want to run on this host now (``procs_running``), 0 where it is not told."""
     try:

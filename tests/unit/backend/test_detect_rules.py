@@ -418,6 +418,14 @@ def test_a_ten_minute_checkpoint_of_the_usual_length_is_quiet() -> None:
     assert detect.run(facts(found)) == []
 
 
+@pytest.mark.parametrize(("steps", "kinds"), [(30, []), (100, ["straggler"])])
+def test_a_slowness_that_cost_less_than_half_a_second_is_a_hiccup(steps: int, kinds: list[str]) -> None:
+    found = series(step_ms=3.0)
+    found["lateness_ms"][AT : AT + steps, 2] += 8
+    found["step_ms"][AT : AT + steps] += 8
+    assert [a.kind for a in detect.run(facts(found))] == kinds
+
+
 def test_nothing_is_said_about_an_empty_window() -> None:
     assert detect.run(Facts(job="job")) == []
     assert detect.run(replace(facts(series(3)), ranks_expected=4)) == []
