@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -51,6 +52,9 @@ from lanterne.clock import Clock, SystemClock
 from lanterne.settings import ServerSettings
 
 log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.001
+"""How long an evaluation may keep the interpreter while an answer waits; a request changes threads five times."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -225,6 +229,7 @@ def serve(settings: ServerSettings, page: App | None = None) -> None:
     """Serve in the foreground until SIGINT or SIGTERM; what was taken is committed before it returns."""
     import uvicorn
 
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     uvicorn.run(
         create_app(settings, page),
         host=settings.host,

@@ -29,7 +29,7 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz")
 def readyz(context: Ctx) -> Response:
     """200 when both stores take and answer; else 503 with the reason. A recovery from a damaged log is told here."""
-    why = "" if context.store.ready else context.store.failure or "the event store is closed"
+    why = context.store.trouble
     if not why:
         try:
             context.control.count_jobs()

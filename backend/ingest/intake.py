@@ -16,7 +16,6 @@ from lanterne.backend.ingest.decode import decode
 from lanterne.backend.store.access import Principal
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
-from lanterne.backend.store.writing import Receipt
 from lanterne.errors import LanterneError
 from lanterne.nouns import Identity
 
@@ -30,7 +29,7 @@ Place = tuple[str, int, int]
 class Taken:
     """A body on its way: the future ends when it is on disk."""
 
-    stored: Future[Receipt]
+    stored: Future[None]
     refused: int
     reasons: str
 
@@ -68,10 +67,10 @@ class Intake:
         self._bound(admitted)
         self._see(admitted.batch.identities)
         if admitted.batch.rows == 0:
-            done: Future[Receipt] = Future()
-            done.set_result(Receipt(0))
+            done: Future[None] = Future()
+            done.set_result(None)
             return Taken(done, admitted.refused, admitted.reasons)
-        return Taken(self._store.submit(admitted.batch), admitted.refused, admitted.reasons)
+        return Taken(self._store.accept(admitted.batch), admitted.refused, admitted.reasons)
 
     def close(self) -> None:
         self._stop.set()

@@ -18,6 +18,7 @@ from sqlalchemy import LargeBinary, insert, select
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import control_url
 from lanterne.backend.store.database import Database
+from lanterne.backend.store.events import EventStore
 from lanterne.backend.store.models import Base
 from lanterne.backend.store.views import tiered_files
 from lanterne.errors import StoreUnavailable, UnreadableInput, UsageError
@@ -49,6 +50,8 @@ def _quoted(path: Path) -> str:
 
 def _export_events(settings: ServerSettings, target: Path, job: str) -> dict[str, int]:
     file = migrate.events_file(settings)
+    if any((file.parent / "journal").glob("*.log")):
+        EventStore.open(settings).close()  # a server that was killed left answered rows there
     counts: dict[str, int] = {}
     try:
         with duckdb.connect(str(file)) as connection:

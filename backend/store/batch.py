@@ -33,6 +33,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
     signal: pa.schema([(name, _TYPES.get(name, pa.int64())) for name in names]) for signal, names in COLUMNS.items()
 }
 SIGNALS = tuple(COLUMNS)
+_NULLABLE = frozenset({"value", "attributes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ class Batch:
     def nbytes(self) -> int:
         """Bytes held in memory, at least 1 KiB: small batches have a cost of their own."""
         return max(1024, int(self.table.nbytes))
+
+
+def fault(batch: Batch) -> str:
+    """Why the event store would refuse these rows; empty when it takes them. ``value`` alone may be missing."""
+    table = batch.table
+    missing = [n for n in table.column_names if n not in _NULLABLE and table.column(n).null_count]
+    return f"{', '.join(missing)}: a value is missing (NOT NULL)" if missing else ""
 
 
 def map_array(rows: Sequence[Mapping[str, str]]) -> pa.MapArray:

@@ -1,8 +1,10 @@
 """The event store: one DuckDB file, one writer thread, readers as cursors of the same process.
 
-Batches wait in a queue bounded by bytes. The writer takes what is there (up to ``COMMIT_ROWS_MAX`` rows),
-inserts it in one transaction and only then answers: an answered batch is on disk. A full queue refuses
-at once. A failed commit answers :class:`StoreUnavailable`; the file is opened again by the next batch.
+Batches wait in a queue bounded by bytes; a full queue refuses at once. What ingest hands in (``accept``) goes to
+the journal first, many batches a write, and is answered when that is on the disk: a commit of DuckDB stands still
+while it folds its log into the file. The writer takes what is there (up to ``COMMIT_ROWS_MAX`` rows) and inserts it
+in one transaction. After a failed commit the file is opened anew, and what the journal holds is stored then;
+meanwhile new batches are refused with :class:`StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from lanterne.backend.store import migrate
 from lanterne.backend.store.batch import SIGNALS, Batch
 from lanterne.backend.store.changes import Changes
 from lanterne.backend.store.connection import Opened, connect
+from lanterne.backend.store.journal import Journal
+from lanterne.backend.store.scribe import Order, Scribe
 from lanterne.backend.store.views import create_views
 from lanterne.backend.store.writing import Receipt, Writing
 from lanterne.clock import Clock, SystemClock
@@ -37,6 +41,9 @@ log = logging.getLogger(__name__)
 
 Callback = Callable[[Sequence[Batch]], None]
 QUERY_TIMEOUT_S = 30.0
+FRESH_S = 2.0
+"""A query waits at most so long for rows that were acknowledged before it and are not in the tables yet."""
+RETRY_S = 0.5
 _BAD_ROWS = (duckdb.ConversionException, duckdb.ConstraintException, duckdb.InvalidInputException, pa.ArrowInvalid)
 WAIT_COLUMNS = (
     "job", "attempt", "group_name", "group_sequence", "step", "rank", "op", "bytes", "lateness_ms", "wait_ms",
@@ -47,18 +54,6 @@ CLOCK_COLUMNS = ("job", "attempt", "rank", "at_ns", "offset_ns", "error_ns", "dr
 
 class QueueFull(LanterneError):
     """The bytes waiting for the writer are at their bound; try again in a moment."""
-
-
-@dataclass(slots=True)
-class _Order:
-    """One thing for the writer: a batch, rows of a derived table, or a piece of work on its connection."""
-
-    future: Future[Any]
-    nbytes: int = 0
-    batch: Batch | None = None
-    table: str = ""
-    rows: pa.Table | None = None
-    work: Callable[[duckdb.DuckDBPyConnection], Any] | None = None
 
 
 @dataclass(slots=True)
@@ -87,14 +82,21 @@ class EventStore:
         self._memory_limit, self._queue_bytes = memory_limit, queue_bytes
         self._lock = threading.Lock()
         self._queued = 0
-        self._queue: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[Order | None] = queue.Queue()
+        self._held: list[Order] = []
         self._callbacks: list[Callback] = []
         self._closing = False
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._writing: Writing | None = None
+        self._journal = Journal(file.parent / "journal")
+        self._scribe = Scribe(self._journal, self._journal_holds, self._release)
+        self._journaled = self._stored = 0
+        self._fresh = threading.Condition()
         self._reopen()
+        self._replay()
         self._thread = threading.Thread(target=self._run, name="lanterne-writer", daemon=True)
         self._thread.start()
+        self._scribe.start()
 
     @classmethod
     def open(cls, settings: ServerSettings, *, clock: Clock | None = None) -> EventStore:
@@ -108,12 +110,25 @@ class EventStore:
 
     # --- writing ---
 
+    def accept(self, batch: Batch) -> Future[None]:
+        """Queue a batch; the future ends when it is in the journal, on the disk. Queries wait for it (``FRESH_S``).
+
+        Raises :class:`LanterneError` for rows that the tables refuse, :class:`QueueFull` when the queue's bytes are
+        used up and :class:`StoreUnavailable` when the store is closed or its disk refuses.
+        """
+        why = batches.fault(batch)
+        if why:
+            raise LanterneError(f"rows refused by the event store: {why}")
+        if self._connection is None:
+            raise StoreUnavailable(self.failure or "the event store is closed")
+        return self._put(Order(Future(), batch.nbytes, batch=batch), self._scribe.put)
+
     def submit(self, batch: Batch) -> Future[Receipt]:
         """Queue a batch; the future ends after the commit that holds it.
 
         Raises :class:`QueueFull` when the queue's bytes are used up and :class:`StoreUnavailable` when closed.
         """
-        return self._put(_Order(Future(), batch.nbytes, batch=batch))
+        return self._put(Order(Future(), batch.nbytes, batch=batch))
 
     def append(self, signal: str, columns: Mapping[str, list[Any]]) -> Receipt:
         """Store decoded columns (``spans``, ``points`` or ``logs``) and wait for the commit."""
@@ -135,20 +150,20 @@ class EventStore:
         found = rows if isinstance(rows, pa.Table) else pa.table(dict(rows))
         if "op" in names and "op" not in found.column_names:
             found = found.append_column("op", pa.array([""] * found.num_rows, pa.string()))
-        self._put(_Order(Future(), max(1024, int(found.nbytes)), table=table, rows=found.select(list(names)))).result()
+        self._put(Order(Future(), max(1024, int(found.nbytes)), table=table, rows=found.select(list(names)))).result()
 
     def work(self, task: Callable[[duckdb.DuckDBPyConnection], Any]) -> Any:
         """Run ``task(connection)`` on the writer's thread between commits (retention, back-up); its result."""
-        return self._put(_Order(Future(), work=task)).result()
+        return self._put(Order(Future(), work=task)).result()
 
-    def _put(self, order: _Order) -> Future[Any]:
+    def _put(self, order: Order, line: Callable[[Order], None] | None = None) -> Future[Any]:
         with self._lock:
             if self._closing:
                 raise StoreUnavailable("the event store is closed")
             if order.nbytes and self._queued + order.nbytes > self._queue_bytes:
                 raise QueueFull(f"{self._queued} of {self._queue_bytes} bytes wait for the writer")
             self._queued += order.nbytes
-        self._queue.put(order)
+            (line or self._queue.put)(order)
         return order.future
 
     @property
@@ -164,6 +179,7 @@ class EventStore:
 
         Raises :class:`StoreUnavailable` when the store is closed, recovering, or too slow.
         """
+        self._wait_fresh()
         connection = self._connection
         if connection is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
@@ -182,6 +198,13 @@ class EventStore:
         except (duckdb.FatalException, duckdb.ConnectionException, duckdb.IOException) as error:
             raise StoreUnavailable(f"the event store: {error}") from error
 
+    def _wait_fresh(self) -> None:
+        """Wait until what had been acknowledged before is in the tables, or ``FRESH_S`` have passed."""
+        goal = self._journaled
+        if self._stored < goal and threading.current_thread() is not self._thread:
+            with self._fresh:
+                self._fresh.wait_for(lambda: self._stored >= goal or self._connection is None, FRESH_S)
+
     def rows(self, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """:meth:`query` as dictionaries, for small answers."""
         found: list[dict[str, Any]] = self.query(sql, params).to_pylist()
@@ -189,6 +212,7 @@ class EventStore:
 
     def copy_out(self, select: str, params: Mapping[str, Any], target: Path) -> int:
         """Write the rows of ``select`` as Parquet to ``target`` (below ``tier`` or ``adhoc``); how many there were."""
+        self._wait_fresh()
         connection = self._connection
         if connection is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
@@ -213,21 +237,31 @@ class EventStore:
 
     @property
     def ready(self) -> bool:
-        return self._connection is not None and not self._closing and not self.failure
+        return not self.trouble
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is taken now; empty when the store is ready."""
+        closed = self._connection is None or self._closing
+        return self.failure or self._scribe.failure or ("the event store is closed" if closed else "")
 
     def close(self) -> None:
-        """Commit what is queued, checkpoint, close. Safe to call twice."""
+        """Store what is queued, checkpoint, close. Safe to call twice."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
+        self._scribe.close()
         self._queue.put(None)
         self._thread.join(timeout=60)
         connection, self._connection = self._connection, None
+        folded = False
         if connection is not None:
             with contextlib.suppress(duckdb.Error):
                 connection.execute("CHECKPOINT")
+                folded = not self._held and not self._thread.is_alive()
             connection.close()
+        self._journal.close(stored_all=folded)
 
     def _reopen(self) -> None:
         opened: Opened = connect(self.file, memory_limit=self._memory_limit, folders=(self.tier, self.adhoc))
@@ -245,6 +279,30 @@ class EventStore:
         self._connection = connection
         self.failure = ""
 
+    def _replay(self) -> None:
+        """Store what the journal holds and the tables lack, as after a crash. Raises :class:`StoreUnavailable`."""
+        writing = self._writing
+        assert writing is not None
+        self._stored = writing.journaled()
+        pieces: list[Batch] = []
+        last = before = self._stored
+        try:
+            for last, batch in self._journal.after(self._stored):
+                pieces.append(batch)
+                if sum(b.rows for b in pieces) >= limits.COMMIT_ROWS_MAX:
+                    writing.commit(pieces, (), self.clock.unix_ns(), last)
+                    pieces = []
+            if pieces:
+                writing.commit(pieces, (), self.clock.unix_ns(), last)
+        except (duckdb.Error, OSError, pa.ArrowException) as error:
+            raise StoreUnavailable(f"{self._journal.folder}: {error}") from error
+        self._stored = self._journaled = last
+        if last > before:
+            log.warning("event store: %d batches were stored from the journal", last - before)
+        if self._journal.damage:
+            self.recovered = "; ".join(filter(None, (self.recovered, self._journal.damage)))
+            log.error("event store: %s", self._journal.damage)
+
     def _fail(self, error: Exception) -> None:
         """After an error of the database itself: close, so that the next order opens it anew."""
         self.failure = f"{type(error).__name__}: {error}"
@@ -254,6 +312,19 @@ class EventStore:
         if connection is not None:
             with contextlib.suppress(duckdb.Error):
                 connection.close()
+        with self._fresh:
+            self._fresh.notify_all()
+
+    # --- between journal and writer ---
+
+    def _journal_holds(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._queue.put(order)
+        self._journaled = orders[-1].number
+
+    def _release(self, orders: Sequence[Order]) -> None:
+        with self._lock:
+            self._queued -= sum(o.nbytes for o in orders)
 
     # --- the writer's thread ---
 
@@ -270,8 +341,12 @@ class EventStore:
                     if not order.future.done():
                         order.future.set_exception(StoreUnavailable(f"the event store: {error}"))
 
-    def _take(self) -> list[_Order] | None:
-        first = self._queue.get()
+    def _take(self) -> list[Order] | None:
+        """Orders for one commit; none of them after a wait, when the file has to be opened again; None at the end."""
+        try:
+            first = self._queue.get(timeout=RETRY_S if self._writing is None else None)
+        except queue.Empty:
+            return []
         if first is None:
             return None
         orders, rows = [first], first.batch.rows if first.batch else 0
@@ -289,23 +364,26 @@ class EventStore:
             rows += following.batch.rows if following.batch else 0
         return orders
 
-    def _carry_out(self, orders: list[_Order]) -> None:
+    def _carry_out(self, orders: list[Order]) -> None:
+        """Commit and work. After a failure answered batches are held for the next try, all others are told."""
+        orders, self._held = [*self._held, *orders], []
+        left = list(orders)
         try:
             if self._writing is None:
                 self._reopen()
-            works = [o for o in orders if o.work is not None]
-            self._commit([o for o in orders if o.work is None])
-            for order in works:
+            self._commit([o for o in orders if o.work is None], left)
+            for order in [o for o in orders if o.work is not None]:
                 self._work(order)
         except LanterneError as error:
-            for order in orders:
+            self._held = [o for o in left if o.number]
+            for order in left:
                 if not order.future.done():
                     order.future.set_exception(error)
         finally:
-            with self._lock:
-                self._queued -= sum(o.nbytes for o in orders)
+            held = set(map(id, self._held))
+            self._release([o for o in orders if id(o) not in held])
 
-    def _work(self, order: _Order) -> None:
+    def _work(self, order: Order) -> None:
         writing = self._writing
         if writing is None or order.work is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
@@ -319,7 +397,8 @@ class EventStore:
         except Exception as error:
             order.future.set_exception(error)
 
-    def _commit(self, orders: list[_Order]) -> None:
+    def _commit(self, orders: list[Order], left: list[Order]) -> None:
+        """Store ``orders`` in one transaction and take them out of ``left``."""
         if not orders:
             return
         writing = self._writing
@@ -328,13 +407,16 @@ class EventStore:
         now, began = self.clock.unix_ns(), self.clock.monotonic_ns()
         found = [o.batch for o in orders if o.batch is not None]
         derived = [(o.table, o.rows) for o in orders if o.rows is not None]
+        number = max(o.number for o in orders)
         try:
-            receipts = iter(writing.commit(found, derived, now))
+            receipts = iter(writing.commit(found, derived, now, number))
         except _BAD_ROWS as error:
-            if len(orders) == 1:
-                raise LanterneError(f"rows refused by the event store: {error}") from error
-            for order in orders:  # one bad batch must not fail the others
-                self._alone(order)
+            if len(orders) > 1:
+                for order in orders:  # one bad batch must not fail the others
+                    self._commit([order], left)
+                return
+            self._refuse(orders[0], error)
+            left.remove(orders[0])
             return
         except (duckdb.Error, OSError) as error:
             self._fail(error)
@@ -343,19 +425,32 @@ class EventStore:
         self.counters.commits += 1
         self.counters.commit_seconds += (self.clock.monotonic_ns() - began) / 1e9
         for order in orders:
-            if order.batch is None:
-                order.future.set_result(None)
-                continue
-            receipt = next(receipts)
-            self.counters.rows[order.batch.signal] += receipt.stored
-            order.future.set_result(receipt)
+            left.remove(order)
+            receipt = None if order.batch is None else next(receipts)
+            if order.batch is not None and receipt is not None:
+                self.counters.rows[order.batch.signal] += receipt.stored
+            if not order.number:
+                order.future.set_result(receipt)
+        self._now_stored(number)
         self._tell(found)
 
-    def _alone(self, order: _Order) -> None:
-        try:
-            self._commit([order])
-        except LanterneError as error:
-            order.future.set_exception(error)
+    def _refuse(self, order: Order, error: Exception) -> None:
+        says = f"rows refused by the event store: {error}"
+        if order.number and order.batch is not None:  # answered before; the checks at the door make this our own bug
+            self.quality.add("record_refused", order.batch.rows)
+            log.error("event store: record %d of the journal: %s", order.number, says)
+            self._now_stored(order.number)
+        else:
+            order.future.set_exception(LanterneError(says))
+
+    def _now_stored(self, number: int) -> None:
+        if number <= self._stored:
+            return
+        with self._fresh:
+            self._stored = number
+            self._fresh.notify_all()
+        with contextlib.suppress(OSError):
+            self._journal.release(number)
 
     def _tell(self, found: list[Batch]) -> None:
         if not found:

@@ -63,9 +63,12 @@ class Writing:
         self._marks = Marks()
 
     def commit(
-        self, found: Sequence[Batch], derived: Sequence[tuple[str, pa.Table]], received_ns: int
+        self, found: Sequence[Batch], derived: Sequence[tuple[str, pa.Table]], received_ns: int, journaled: int = 0
     ) -> list[Receipt]:
-        """Store batches and derived rows; one receipt a batch, in order."""
+        """Store batches and derived rows; one receipt a batch, in order.
+
+        ``journaled`` is the number of the last record of the journal among them; 0 = none.
+        """
         duplicates = [0] * len(found)
         self.cursor.execute("BEGIN")
         try:
@@ -77,6 +80,8 @@ class Writing:
                 self._insert(table, rows)
                 if table == "waits":
                     self._run(_ROLL_UP_WAITS, rows)
+            if journaled:
+                self.cursor.execute("UPDATE journal_stored SET number = ?", [journaled])
             self.cursor.execute("COMMIT")
         except BaseException:
             self._marks.forget()
@@ -86,6 +91,11 @@ class Writing:
         if sum(duplicates):
             self._quality.add("duplicate", sum(duplicates))
         return [Receipt(b.rows - d, d) for b, d in zip(found, duplicates, strict=True)]
+
+    def journaled(self) -> int:
+        """Number of the last record of the journal that is stored."""
+        row = self.cursor.execute("SELECT max(number) FROM journal_stored").fetchone()
+        return int(row[0]) if row and row[0] is not None else 0
 
     def _rollback(self) -> None:
         try:

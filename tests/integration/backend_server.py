@@ -15,7 +15,9 @@ import duckdb
 import httpx
 
 from lanterne import wire
+from lanterne.backend.store.events import EventStore
 from lanterne.nouns import Event, Identity, Kind
+from lanterne.settings import ServerSettings
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 RANKS = 3
@@ -66,7 +68,8 @@ def body(rank: int, numbers: range) -> bytes:
 
 
 def stored(data: Path) -> dict[int, list[int]]:
-    """Sequences in the file by rank, in order, repeats kept."""
+    """Sequences in the file by rank, in order, repeats kept, after what a killed server left in its journal."""
+    EventStore.open(ServerSettings(data=str(data), memory_limit="1GB")).close()
     with duckdb.connect(str(next(data.glob("*.duckdb"))), read_only=False) as file:
         rows = file.execute("SELECT rank, sequence FROM spans WHERE job = 'crash' ORDER BY ALL").fetchall()
     found: dict[int, list[int]] = {rank: [] for rank in range(RANKS)}

@@ -197,7 +197,7 @@ def test_both_branches_go_up_down_and_up_again(tmp_path: Path) -> None:
         migrate.upgrade(settings)
         assert migrate.control_revision(control_url(settings)) == "c001"
         with duckdb.connect(str(migrate.events_file(settings))) as connection:
-            assert migrate.events_revision(connection) == "e001"
+            assert migrate.events_revision(connection) == "e002"
         migrate.downgrade(settings)
         with duckdb.connect(str(migrate.events_file(settings))) as connection:
             assert migrate.events_revision(connection) is None
