@@ -263,11 +263,13 @@ def priced(facts: Facts, cause: Cause) -> Cause:
 
 
 def idle_s(facts: Facts) -> float:
-    """Seconds from the end of the last finished step to the end of the window."""
+    """Seconds from the end of the last finished step to the end of the window, or of the last rank that is gone."""
     if not len(facts.steps):
         return 0.0
-    end = incidents.time_of(facts, int(facts.steps[-1]) + 1)
-    return max(0.0, (facts.now_ns - end) / 1e9) if end else 0.0
+    end, until_ns = incidents.time_of(facts, int(facts.steps[-1]) + 1), facts.now_ns
+    if facts.ended:  # a job that is over holds no devices any more
+        until_ns = min(until_ns, max((e.job_ns for e in facts.events if e.job_ns), default=until_ns))
+    return max(0.0, (until_ns - end) / 1e9) if end else 0.0
 
 
 def shown(case: Case) -> bool:
