@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lanterne.dashboard import administration, callbacks, charts, orders, parts
 from lanterne.dashboard.client import Api
+from lanterne.dashboard.first import First
 from lanterne.dashboard.packing import Packed
 
 ASSETS = Path(__file__).with_name("assets")
@@ -32,9 +33,11 @@ INDEX = """<!DOCTYPE html>
 <title>Lanterne</title>
 <link rel="icon" href="/assets/lamp.svg" type="image/svg+xml">
 <script src="/assets/early.js"></script>
+<script src="/assets/lanterne.js"></script>
 {%css%}
 </head>
 <body>
+<!-- first -->
 {%app_entry%}
 <footer>{%config%}{%scripts%}{%renderer%}</footer>
 </body>
@@ -104,8 +107,14 @@ def _help() -> html.Dialog:
     )
 
 
+def shell(page: parts.Node) -> list[Any]:
+    """The bar and the main region with a page in it."""
+    return [_bar(), html.Main(page, id="page", tabIndex=-1)]
+
+
 def layout() -> html.Div:
-    """The shell around every page."""
+    """The shell around every page, and what the browser keeps."""
+    waiting = html.Div([html.Div(className="lamp pulse"), html.P("Loading…")], className="empty")
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
@@ -114,12 +123,7 @@ def layout() -> html.Div:
             dcc.Store(id="title"),
             dcc.Store(id="shown"),
             dcc.Download(id="download"),
-            _bar(),
-            html.Main(
-                html.Div([html.Div(className="lamp pulse"), html.P("Loading…")], className="empty"),
-                id="page",
-                tabIndex=-1,
-            ),
+            *shell(waiting),
             _help(),
         ],
         id="shell",
@@ -139,9 +143,9 @@ def policy(hashes: list[str]) -> bytes:
 class Page:
     """The ASGI app: every address that is not one of Dash's own is the index; no WebSocket; headers on all answers."""
 
-    def __init__(self, dash: Dash) -> None:
+    def __init__(self, dash: Dash, api: Api) -> None:
         self.dash = dash
-        self.inner: ASGIApp = Packed(dash.server)
+        self.inner: ASGIApp = Packed(First(dash.server, api, shell))
         self.headers = [
             (b"content-security-policy", policy(list(dash.csp_hashes()))),
             (b"x-content-type-options", b"nosniff"),
@@ -159,7 +163,7 @@ class Page:
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["method"] in {"GET", "HEAD"} and not scope["path"].startswith(PASSED):
-            scope = {**scope, "path": "/", "raw_path": b"/"}
+            scope = {**scope, "path": "/", "raw_path": b"/", "asked": scope["path"]}
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -197,13 +201,14 @@ def _trim(app: Any) -> None:
 
 def create_dash(api: Api) -> Dash:
     """The Dash app with all its callbacks."""
+    behaviour = f"/assets/lanterne.js?m={(ASSETS / 'lanterne.js').stat().st_mtime}"
     server: Any = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app = Dash(
         __name__,
         server=server,
         assets_folder=str(ASSETS),
-        assets_ignore=r"early\.js",
-        index_string=INDEX,
+        assets_ignore=r"(early|lanterne)\.js",
+        index_string=INDEX.replace("/assets/lanterne.js", behaviour),
         suppress_callback_exceptions=True,
         serve_locally=True,
         title="Lanterne",
@@ -219,4 +224,5 @@ def create_dash(api: Api) -> Dash:
 
 def create_page(api_base: str, transport: httpx.AsyncBaseTransport | None = None) -> Any:
     """The page as an ASGI app. ``api_base`` is the backend's base URL; ``transport`` reaches it without a socket."""
-    return Page(create_dash(Api(api_base, transport)))
+    api = Api(api_base, transport)
+    return Page(create_dash(api), api)

@@ -6,7 +6,10 @@ every request, so what a reader may not ask of the API, the page does not show e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import quote
 
@@ -31,13 +34,39 @@ def path(*parts: object) -> str:
     return "/api/v1/" + "/".join(quote(str(part), safe="") for part in parts)
 
 
-def _credentials() -> dict[str, str]:
-    context = dash.callback_context
+_asking: ContextVar[Mapping[str, str] | None] = ContextVar("asking", default=None)
+
+
+@contextmanager
+def reader(headers: Mapping[str, str]) -> Iterator[None]:
+    """Ask the API within this block with the credentials in ``headers`` (names in lower case) of a plain request."""
+    token = _asking.set(headers)
     try:
-        headers = {str(k).lower(): str(v) for k, v in (context.headers or {}).items()}
-        cookies: Mapping[str, str] = context.cookies or {}
-    except (LookupError, dash.exceptions.MissingCallbackContextException):
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def _cookies(text: str) -> dict[str, str]:
+    try:
+        return {name: found.value for name, found in SimpleCookie(text).items()}
+    except CookieError:
         return {}
+
+
+def _credentials() -> dict[str, str]:
+    cookies: Mapping[str, str]
+    asking = _asking.get()
+    if asking is not None:
+        headers = dict(asking)
+        cookies = _cookies(headers.get("cookie", ""))
+    else:
+        context = dash.callback_context
+        try:
+            headers = {str(k).lower(): str(v) for k, v in (context.headers or {}).items()}
+            cookies = context.cookies or {}
+        except (LookupError, dash.exceptions.MissingCallbackContextException):
+            return {}
     if "authorization" in headers:
         return {"authorization": headers["authorization"]}
     token = cookies.get(COOKIE)

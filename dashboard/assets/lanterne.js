@@ -74,6 +74,13 @@
     window.dash_clientside.set_props("url", { search: written(found) });
   }
 
+  function arrive() {
+    // The live page is drawn: what the document brought along gives way to it.
+    var first = document.getElementById("first");
+    if (!first) { return; }
+    requestAnimationFrame(function () { first.remove(); if (!live) { label(); } });
+  }
+
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     lanterne: {
       pulse: function (n, before) {
@@ -85,6 +92,7 @@
       },
       title: function (title) {
         if (title) { document.title = title; }
+        arrive();
         mark();
         var main = document.getElementById("page");
         ages();
@@ -145,6 +153,9 @@
   }
   function pause() {
     live = !live;
+    label();
+  }
+  function label() {
     var b = document.getElementById("live");
     if (b) { b.setAttribute("aria-pressed", String(live)); b.textContent = live ? "Live" : "Paused"; }
   }

@@ -17,6 +17,8 @@ from lanterne.nouns import Event, Identity
 
 HEADERS = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
 STEPS_A_ROUND = 20
+EVENTS_A_REQUEST = 40_000
+"""Below the server's bound of a request's size once encoded."""
 
 
 def post(client: httpx.Client, batch: Iterable[tuple[Identity, Sequence[Event]]]) -> None:
@@ -49,7 +51,14 @@ def send(
     sent = 0
     with httpx.Client(base_url=base, timeout=60.0) as client:
         for _, ranks in sorted(rounds.items()):
-            batch = [(who, [replace(e, unix_ns=e.unix_ns + shift) for e in found]) for who, found in ranks.values()]
+            batch: list[tuple[Identity, list[Event]]] = []
+            waiting = 0
+            for who, found in ranks.values():
+                batch.append((who, [replace(e, unix_ns=e.unix_ns + shift) for e in found]))
+                waiting += len(found)
+                if waiting >= EVENTS_A_REQUEST:
+                    post(client, batch)
+                    sent, waiting, batch = sent + waiting, 0, []
             post(client, batch)
-            sent += sum(len(found) for _, found in batch)
+            sent += waiting
     return sent
