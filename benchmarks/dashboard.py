@@ -1,18 +1,19 @@
-"""The page in a real browser over a real server: paint, heat map, zoom, live tick.
+"""The page in a real browser over a real server: paint, heat map, zoom, live tick, and each page's requests.
 
-The store first gets ``--events`` rows of other jobs by SQL (48 million points and spans by default, with the roll-up
-that ingest keeps), then a job of step spans goes in through OTLP/HTTP (``--ranks`` x ``--steps``; 1,024 x 2,000 by
-default), so that the pages are drawn at 50 million events. Figures are medians over ``--rounds``: ``paint_ms`` from
-navigation to the jobs table, ``heatmap_ms`` from the click that asks for another metric to the drawn figure,
+A store of ``--events`` (50 million by default) is written by SQL (``_large_store``) into ``--store``, or into a folder
+that goes afterwards; a folder that holds a store already is used as it is, so that it is built once. Then a server
+process of its own answers. Figures are medians over ``--rounds``: ``paint_ms`` from navigation to the jobs table,
+``heatmap_ms`` from the click that asks for another metric of the job of ``--ranks`` x ``--steps`` to the drawn figure,
 ``zoom_ms`` from a zoom to the finer figure, ``tick_ms`` the server's answer to one live tick of the fleet.
+``query_ms`` is the slowest page's slowest request to the API once its arrays are in memory; ``requests`` lists all of
+them with the first answer, which reads the store, as ``cold_ms``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
-import platform
 import shutil
 import socket
 import statistics
@@ -20,19 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import zstandard
 
-from lanterne import wire
-from lanterne.nouns import Event, Identity, Kind
-from lanterne.serving import EmbeddedServer
+from benchmarks import _large_store
+from benchmarks._common import figure, report
+from benchmarks._large_store import JOB
 from lanterne.settings import ServerSettings, load
 
-STEP_NS = 100_000_000
-STEPS_A_REQUEST = 40
-GOALS = {"paint_ms": 1_000.0, "heatmap_ms": 500.0, "zoom_ms": 300.0, "tick_ms": 100.0}
+START_S = 60.0
+
+GOALS = {"paint_ms": 1_000.0, "heatmap_ms": 500.0, "zoom_ms": 300.0, "tick_ms": 100.0, "query_ms": 200.0}
 ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -58,85 +59,6 @@ ZOOM = """async ([from, to]) => {
 }"""
 
 
-_POINTS = """
-INSERT INTO points
-SELECT 'filler-' || (i // 1000000), 0, (i % 256)::INTEGER, i // 256, i, 'training.metric' || ((i // 256) % 16),
-       (i // 4096) % 2000, $start + i * 1000, i, random(), '1', '', 'n' || (i % 32), 'filler', NULL, $start
-FROM range($first, $last) t(i)
-"""
-_SPANS = """
-INSERT INTO spans
-SELECT 'filler-' || (i // 1000000), 0, (i % 256)::INTEGER, i // 256, i, 'training.step', 'step', i // 256,
-       $start + i * 1000, $start + i * 1000 + 100000000, i, '', 0, 0, '', 'n' || (i % 32), 'filler', ''::BLOB, ''::BLOB,
-       NULL, $start
-FROM range($first, $last) t(i)
-"""
-_STEPS = """
-INSERT INTO rank_steps
-SELECT 'filler-' || (i // 1000000), 0, 'step_ms', (i % 256)::INTEGER, i // 256, $start + i * 1000, 100 + random()
-FROM range($first, $last) t(i)
-"""
-BLOCK = 2_000_000
-
-
-def fill(settings: ServerSettings, events: int) -> None:
-    """Rows of other jobs, three points to a span; written straight into the store's tables."""
-    from lanterne.backend.store import migrate
-    from lanterne.backend.store.events import EventStore
-
-    migrate.upgrade(settings)
-    store = EventStore.open(settings)
-    try:
-        for first in range(0, events, BLOCK):
-            last = min(first + BLOCK, events)
-            cut = first + (last - first) * 3 // 4
-            start = time.time_ns() - 86_400 * 10**9
-            store.work(lambda c, a=first, b=cut, s=start: c.execute(_POINTS, {"first": a, "last": b, "start": s}))
-            for sql in (_SPANS, _STEPS):
-                store.work(lambda c, q=sql, a=cut, b=last, s=start: c.execute(q, {"first": a, "last": b, "start": s}))
-    finally:
-        store.close()
-
-
-def _events(rank: int, first: int, last: int, start_ns: int) -> list[Event]:
-    late = 30_000_000 if rank == 17 and first >= 200 else 0
-    return [
-        Event(
-            kind=Kind.STEP, name="step", sequence=step, lamport=step, unix_ns=start_ns + step * STEP_NS,
-            monotonic_ns=step * STEP_NS, step=step,
-            duration_ns=STEP_NS - 5_000_000 + late + (rank * 7919 + step * 104729) % 2_000_000,
-        )
-        for step in range(first, last)
-    ]  # fmt: skip
-
-
-def feed(base: str, ranks: int, steps: int) -> int:
-    """Send the job; returns the number of events that were acknowledged."""
-    squeeze = zstandard.ZstdCompressor(level=1)
-    headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
-    start_ns = time.time_ns() - steps * STEP_NS
-    sent = 0
-    with httpx.Client(base_url=base, timeout=120.0) as client:
-        for first in range(0, steps, STEPS_A_REQUEST):
-            last = min(first + STEPS_A_REQUEST, steps)
-            for low in range(0, ranks, 256):
-                body = None
-                for rank in range(low, min(low + 256, ranks)):
-                    who = Identity(job="bench", rank=rank, local_rank=rank % 8, world_size=ranks, host=f"n{rank // 8}")
-                    found = wire.encode(who, _events(rank, first, last, start_ns)).traces
-                    if found is None:
-                        continue
-                    if body is None:
-                        body = found
-                    else:
-                        body.MergeFrom(found)
-                    sent += last - first
-                if body is not None:
-                    packed = squeeze.compress(body.SerializeToString())
-                    client.post("/v1/traces", content=packed, headers=headers).raise_for_status()
-    return sent
-
-
 def browse(base: str, rounds: int, steps: int) -> dict[str, float]:
     """Median times in Chromium."""
     from playwright.sync_api import sync_playwright
@@ -152,7 +74,7 @@ def browse(base: str, rounds: int, steps: int) -> dict[str, float]:
             tab.goto(base, wait_until="commit")
             tab.wait_for_selector("main table")
             paints.append(tab.evaluate("performance.now()"))
-        tab.goto(f"{base}/jobs/bench?heat=step_ms", wait_until="commit")
+        tab.goto(f"{base}/jobs/{JOB}?heat=step_ms", wait_until="commit")
         tab.wait_for_selector("#heat .hm image", timeout=60_000)
         heats = [tab.evaluate(CLICK, ("busy_ms", "step_ms")[turn % 2]) for turn in range(rounds)]
         starts = [steps // 4 + turn * 10 for turn in range(rounds)]
@@ -184,24 +106,81 @@ def tick(base: str, rounds: int) -> float:
     return statistics.median(times)
 
 
-def measure(ranks: int, steps: int, rounds: int, others: int) -> tuple[dict[str, float], int]:
-    """All figures and the number of events in the store."""
+PAGES = {
+    "fleet": ["jobs"],
+    "job": ["jobs/{job}", "jobs/{job}/incidents", "jobs/{job}/metrics"],
+    "job: time": ["jobs/{job}/steps?from_step={last}", "jobs/{job}/sla"],
+    "job: heat map": ["jobs/{job}/heatmap?metric={metric}&encoding=f4"],
+    "job: zoom": ["jobs/{job}/heatmap?metric={metric}&encoding=f4&from_step=50&to_step=150"],
+    "job: curves": [
+        "jobs/{job}/metrics?name=training.loss&aggregate=median",
+        "jobs/{job}/metrics?name=training.grad_norm&aggregate=median",
+        "jobs/{job}/metrics?name=step_ms&aggregate=max",
+        "jobs/{job}/metrics?name=training.loss&most=32",
+    ],
+    "ranks": ["jobs/{job}/ranks?limit=1000"],
+    "rank": ["jobs/{job}/metrics?name=forward_ms&rank=7", "jobs/{job}/metrics?name=hw.gpu.memory.usage&rank=7"],
+    "step": ["jobs/{job}/steps/{last}"],
+    "communication": ["jobs/{job}/communication", "jobs/{job}/waits", "jobs/{job}/collectives"],
+    "events": ["jobs/{job}/events"],
+}  # fmt: skip
+"""What each page asks of the API."""
+METRICS = ("lateness_ms", "busy_ms", "wait_ms", "step_ms", "forward_ms")
+
+
+def requests(base: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Each page's requests one by one: the first answer and the median of those after it, in ms."""
+    found = []
+    with httpx.Client(base_url=f"{base}/api/v1/", timeout=120.0) as client:
+        for page, templates in PAGES.items():
+            for template in templates:
+                for metric in METRICS if "{metric}" in template else ("",):
+                    where = template.format(job=JOB, metric=metric, last=steps - 100)
+                    times = []
+                    for _ in range(rounds + 1):
+                        start = time.perf_counter()
+                        client.get(where).raise_for_status()
+                        times.append((time.perf_counter() - start) * 1e3)
+                    cold, warm = round(times[0], 1), round(statistics.median(times[1:]), 1)
+                    found.append({"page": page, "request": where, "cold_ms": cold, "ms": warm})
+    return found
+
+
+@contextlib.contextmanager
+def served(settings: ServerSettings) -> Iterator[str]:
+    """A server process on the store; its base URL. Raises :class:`SystemExit` when it does not come up."""
+    base = f"http://127.0.0.1:{settings.port}"
+    command = [sys.executable, "-m", "lanterne", "serve", "--port", str(settings.port), "--data", settings.data]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            end = time.monotonic() + START_S
+            while time.monotonic() < end and server.poll() is None:
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{base}/readyz", timeout=5).is_success:
+                        break
+                time.sleep(0.2)
+            else:
+                raise SystemExit(f"the server did not start within {START_S:.0f} s")
+            yield base
+        finally:
+            server.terminate()
+
+
+def measure(store: str, ranks: int, steps: int, rounds: int, events: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """All figures, and what they stand on: events, seconds to write the store, requests."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    folder = tempfile.mkdtemp(prefix="lanterne-bench-")
-    settings = load(ServerSettings, environ={}, port=port, grpc_port=0, data=folder)
-    server = EmbeddedServer(settings)
-    try:
-        fill(settings, others)
-        base = server.start()
-        events = others + feed(base, ranks, steps)
+    settings = load(ServerSettings, environ={}, port=port, grpc_port=0, data=store)
+    start = time.perf_counter()
+    about: dict[str, Any] = {"events": _large_store.fill(settings, ranks, steps, events)}
+    about["fill_s"] = round(time.perf_counter() - start, 1)
+    with served(settings) as base:
+        about["requests"] = requests(base, rounds, steps)
         found = browse(base, rounds, steps)
         found["tick_ms"] = tick(base, rounds * 4)
-    finally:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-    return found, events
+    found["query_ms"] = max(one["ms"] for one in about["requests"])
+    return found, about
 
 
 def main() -> None:
@@ -209,27 +188,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1_024)
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--events", type=int, default=48_000_000, help="rows of other jobs in the store")
-    parser.add_argument("--quick", action="store_true", help="64 ranks, 300 steps, 3 rounds, a million other events")
+    parser.add_argument("--events", type=int, default=50_000_000, help="events in the store")
+    parser.add_argument("--store", help="folder of the store, which stays; used as it is where it holds one")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, 300 steps, 3 rounds, 1.3 million events")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     full = (given.ranks, given.steps, given.rounds, given.events)
-    found, events = measure(*((64, 300, 3, 1_000_000) if given.quick else full))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    report: dict[str, Any] = {
-        "benchmark": "dashboard",
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "events": events,
-        "figures": [
-            {"name": n, "value": round(v, 1), "unit": "ms", "goal": GOALS[n], "better": "lower"}
-            for n, v in found.items()
-        ],
-    }
+    folder = given.store or tempfile.mkdtemp(prefix="lanterne-bench-")
+    try:
+        found, about = measure(folder, *((64, 300, 3, 1_300_000) if given.quick else full))
+    finally:
+        if not given.store:
+            shutil.rmtree(folder, ignore_errors=True)
+    figures = [figure(n, v, "ms", goal=GOALS[n]) for n, v in found.items()]
+    whole = report("dashboard", figures, **about)
     if given.json:
-        print(json.dumps(report))
+        print(json.dumps(whole))
         return
-    for one in report["figures"]:
+    for one in figures:
         print(f"{one['name']:12s} {one['value']:8.1f} ms   goal {one['goal']:.0f} ms", file=sys.stdout)
 
 

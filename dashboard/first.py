@@ -21,7 +21,7 @@ from lanterne.dashboard.client import Api, reader
 log = logging.getLogger(__name__)
 
 PLACE = "<!-- first -->"
-PATIENCE_S = 0.6
+PATIENCE_S = 3.0
 """A page that takes longer comes by itself, without a first picture."""
 _HTML, _CORE = "dash_html_components", "dash_core_components"
 _NAMES = {"className": "class", "htmlFor": "for", "tabIndex": "tabindex", "dateTime": "datetime", "colSpan": "colspan"}

@@ -38,9 +38,13 @@ def aria(**found: str) -> dict[str, Any]:
     return {f"aria-{name}": value for name, value in found.items()}
 
 
-def ago(moment: Any) -> Node:
-    """A moment whose age the browser counts, so that a second passing changes nothing on the server's side."""
-    return html.Time(clock(moment), dateTime=str(moment or ""), title=day_and_clock(moment), className="ago")
+def ago(moment: Any, *, since: bool = False) -> Node:
+    """A moment whose age the browser counts, so that a second passing changes nothing on the server's side.
+
+    ``since`` shows ``5 min`` instead of ``5 min ago``.
+    """
+    kind = "ago since" if since else "ago"
+    return html.Time(clock(moment), dateTime=str(moment or ""), title=day_and_clock(moment), className=kind)
 
 
 def digest(body: Node) -> int:

@@ -51,7 +51,7 @@
       var two = function (n) { return (n < 10 ? "0" : "") + n; };
       text.nodeValue = s < 1 ? "just now" : (s < 60 ? s + " s" : s < 3600 ? Math.floor(s / 60) + " min " + two(s % 60) + " s"
         : s < 86400 ? Math.floor(s / 3600) + " h " + two(Math.floor(s % 3600 / 60)) + " min"
-        : Math.floor(s / 86400) + " d " + Math.floor(s % 86400 / 3600) + " h") + " ago";
+        : Math.floor(s / 86400) + " d " + Math.floor(s % 86400 / 3600) + " h") + (t.classList.contains("since") ? "" : " ago");
     });
   }
   function name(prop) {
@@ -86,7 +86,6 @@
       pulse: function (n, before) {
         var heard = document.getElementById("heard");
         if (heard) { heard.textContent = live ? "" : "paused"; }
-        ages();
         if (!live || document.hidden || !n || document.querySelector(ASKED)) { return none(); }
         return (before || 0) + 1;
       },
@@ -143,6 +142,9 @@
       }
     }
   });
+
+  document.addEventListener("DOMContentLoaded", ages);
+  setInterval(ages, 1000);
 
   // --- theme, pause, link, help ---------------------------------------------------------------
 

@@ -23,6 +23,8 @@ TITLES: Mapping[str, str] = {
 }
 CLIP_SIGMA = 10.0
 """The scale ends no lower than the median plus this many robust deviations, so that noise stays dark."""
+REACH_SIGMA = 60.0
+"""It ends higher, up to this many, where one cell in a thousand lies beyond: a rank that is late for long."""
 SAMPLE_CELLS = 32_768
 """The colour scale is read from every n-th step where there are more cells than this."""
 
@@ -59,7 +61,8 @@ def limits(values: npt.NDArray[np.float32]) -> tuple[float, float]:
         own = own[np.isfinite(own)]
     low, middle = (float(v) for v in np.percentile(found, (1.0, 50.0)))
     sigma = 1.4826 * float(np.median(np.abs(own)))
-    top = middle + max(float(np.percentile(own, 99.5)), CLIP_SIGMA * sigma)
+    many, few = (float(v) for v in np.percentile(own, (99.5, 99.9)))
+    top = middle + max(many, CLIP_SIGMA * sigma, min(few, REACH_SIGMA * sigma))
     return low, top if top > low else low + 1.0
 
 

@@ -93,11 +93,16 @@ def row(job: Job, now: datetime) -> list[parts.Node]:
         words.number(job.get("loss"), 4),
         words.percent(job.get("ettr")),
         words.NONE if not lost else words.gpu_hours(lost),
-        html.Span(
-            str(job.get("verdict") or "healthy so far"),
-            className="verdict-cell" if job.get("open_incidents") else "dim",
-        ),
+        html.Span(_verdict(job), className="verdict-cell" if job.get("open_incidents") else "dim"),
     ]
+
+
+def _verdict(job: Job) -> parts.Node:
+    if job.get("verdict"):
+        return str(job["verdict"])
+    if job.get("state") == "silent":
+        return ["nothing heard for ", parts.ago(job.get("last_seen"), since=True)]
+    return "healthy so far"
 
 
 def tiles(jobs: Sequence[Job]) -> parts.Node:

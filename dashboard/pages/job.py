@@ -58,11 +58,12 @@ def strip(incidents: Sequence[Mapping[str, Any]], job: Mapping[str, Any]) -> par
         history = f", {past} past incident{'s' if past > 1 else ''}" if past else ""
         state = str(job.get("state") or "")
         good = state in {"running", "finished"} and job.get("ranks_seen") == job.get("world_size")
+        title: parts.Node = "Nothing is wrong" if good else str(job.get("verdict") or "No open incident")
+        if state == "silent":
+            title = ["Nothing was heard of it for ", parts.ago(job.get("last_seen"), since=True)]
+            ground = "It ended without a word, or its way to this server is cut"
         return html.Section(
-            [
-                html.H2("Nothing is wrong" if good else str(job.get("verdict") or "No open incident")),
-                html.P(f"{ground}{history}."),
-            ],
+            [html.H2(title), html.P(f"{ground}{history}.")],
             className=f"verdict edge-{'good' if good else 'warn'}",
             **parts.aria(label="verdict"),
         )
@@ -120,8 +121,6 @@ def head_tiles(job: Mapping[str, Any], now: datetime) -> parts.Node:
 
 def incident_rows(incidents: Sequence[Mapping[str, Any]]) -> parts.Node:
     """The incidents of a job as a table."""
-    if not incidents:
-        return html.P("No incident so far.", className="dim")
     rows = []
     for one in incidents:
         cause = (one.get("causes") or [{}])[0]
@@ -154,8 +153,10 @@ async def live(api: Api, name: str, now: datetime) -> tuple[list[parts.Node], st
         ],
         className="title-row",
     )
-    rows = parts.panel("Incidents", incident_rows(incidents), note=str(len(incidents)), key="incidents")
-    return [head, strip(incidents, job), head_tiles(job, now), rows], mark, incidents
+    found = [head, strip(incidents, job), head_tiles(job, now)]
+    if incidents:
+        found.append(parts.panel("Incidents", incident_rows(incidents), note=str(len(incidents)), key="incidents"))
+    return found, mark, incidents
 
 
 def _beside(name: str, job: Mapping[str, Any]) -> tuple[str, str]:
