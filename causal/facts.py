@@ -31,6 +31,7 @@ gpu_clock_mhz gpu_temperature_c gpu_throttle (bit mask) gpu_power_w gpu_ecc_erro
 host_cpu_percent host_steal_percent host_runqueue process_cpu_ms (CPU time of the rank in the step)
 cpu_delay_percent   share of the time in which the rank's main thread stood ready and got no core
 loader_ms           time a loader worker took for the batch   net_retries  disk_ms
+file_read_ms        in file reads of the rank and its loader workers, added up (``LANTERNE_READS``)
 send_queue_bytes    written to TCP sockets and not taken by the network: piles up in front of a slow link
 parameter_checksum  replicated parameters or synchronised gradients, equal on healthy replicas
 =================== ===========================================================================

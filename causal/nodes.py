@@ -52,9 +52,9 @@ def joined(found: Sequence[Finding], frame: Frame) -> list[Finding]:
         host = str(event.attributes["host"])
         hit = [i for i, f in enumerate(out) if f.cause.category in EXPLAINS[category] and _on(f, host, frame.facts)]
         for i in hit:
-            out[i] = _explained(out[i], event, category, host)
+            out[i] = _advised(_explained(out[i], event, category, host), event)
         if not hit:
-            out.append(_alone(event, category, host))
+            out.append(_advised(_alone(event, category, host), event))
     return out
 
 
@@ -64,6 +64,14 @@ def _on(finding: Finding, host: str, facts: Facts) -> bool:
         return subject.host == host
     place = facts.places.get(subject.rank)
     return place is not None and place.host == host
+
+
+def _advised(finding: Finding, event: FactEvent) -> Finding:
+    """With the agent's own words on what to do there, where it has some: it knows the path, group or process."""
+    says = event.attributes.get("remedy")
+    if not isinstance(says, str) or not says:
+        return finding
+    return replace(finding, cause=replace(finding.cause, remedy=replace(finding.cause.remedy, says=says)))
 
 
 def _evidence(event: FactEvent) -> Evidence:

@@ -60,7 +60,8 @@ def job_pids(base: Path) -> list[int]:
 class Agent:
     """Watches one node. ``look`` takes a round, ``run`` goes on until stopped and sends.
 
-    ``root`` is where the kernel's files lie, ``paths`` are watched besides the mounts, ``pids`` are a job's own.
+    ``root`` is where the kernel's files lie, ``paths`` are watched besides the mounts, ``pids`` are a job's own;
+    ``trace`` lets bpftrace run.
     """
 
     def __init__(
@@ -73,12 +74,20 @@ class Agent:
         kernel_log: str | Path = "",
         host: str = "",
         clock: Clock | None = None,
+        trace: bool = False,
     ) -> None:
         self.settings = settings
         self.host = host or node_name()
         self.base = base_dir(settings)
         self._clock: Clock = clock or SystemClock()
-        self.node = NodeSource(root, paths=paths, job_pids=lambda: [*pids, *job_pids(self.base)], clock=self._clock)
+        self.node = NodeSource(
+            root,
+            paths=paths,
+            job_pids=lambda: [*pids, *job_pids(self.base)],
+            clock=self._clock,
+            tracing=True,
+            bpf=trace,
+        )
         self.kernel = KernelLog(kernel_log or Path(root) / "dev/kmsg", clock=self._clock)
         self.gpu = GpuSource()
         self.identity = full_identity(
@@ -157,6 +166,8 @@ class Agent:
         }  # fmt: skip
         if first.value is not None:
             attributes["value"] = first.value
+        if finding.remedy:
+            attributes["remedy"] = finding.remedy
         body = "; ".join(e.says for e in finding.evidence)
         return self._event(Kind.EVENT, EventName.HOST_FINDING, body=body, attributes=attributes)
 
@@ -205,6 +216,7 @@ class Agent:
             threading.Event().wait(0.05)
 
     def close(self) -> None:
+        self.node.close()
         self.kernel.close()
         self.gpu.close()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from lanterne.collector.local_rank import LocalRank
-from lanterne.collector.sources import memory, sockets
+from lanterne.collector.sources import memory, reads, sockets
 from lanterne.collector.sources.gpu import GpuSource
 from lanterne.collector.sources.host import CpuDelay, HostSource
 from lanterne.collector.sources.node import NodeSource, worst
@@ -44,6 +45,8 @@ class Sampler:
         self._host: HostSource | None = self._try("host", HostSource)
         self._node: NodeSource | None = self._try("node", lambda: NodeSource(job_pids=lambda: self._pids))
         self._delay = CpuDelay()
+        folder = os.environ.get(reads.FOLDER, "")
+        self._reads = reads.ReadTimes(folder) if folder else None
         self._gpu: GpuSource | None = self._try("gpu", GpuSource)
         if self._gpu is not None and self._gpu.absent:
             self._absent.append(("gpu", self._gpu.absent))
@@ -69,6 +72,8 @@ class Sampler:
             samples += self._try("memory", partial(memory.sample, rank.process.pid)) or []
             samples += self._try("sockets", partial(sockets.sample, rank.process.pid)) or []
             samples += self._try("scheduler", partial(self._delay.sample, rank.process.pid)) or []
+            if self._reads is not None:
+                samples += self._try("reads", partial(self._reads.sample, rank.process.pid)) or []
             label = f"gpu{gpu_index(rank)}" if gpu else ""
             samples += [s for s in gpu if s[2] == label]
             step = rank.watch.look.step if rank.watch.look is not None else -1

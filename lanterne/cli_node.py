@@ -21,6 +21,7 @@ def agent(
     path: Annotated[list[str], typer.Option(help="A folder to watch besides the mounts; may be repeated.")] = [],  # noqa: B006
     pid: Annotated[list[int], typer.Option(help="A process of the job, with its children; may be repeated.")] = [],  # noqa: B006
     root: Annotated[str, typer.Option(help="Where the host's /proc, /sys and /dev lie (in a container).")] = "/",
+    trace: Annotated[bool, typer.Option("--trace", help="Let bpftrace measure; it runs at context switches.")] = False,
     as_json: Json = False,
 ) -> None:
     """Watch this host itself: neighbours, quotas, disks, links, the kernel log. One process a node.
@@ -32,7 +33,7 @@ def agent(
     from lanterne.collector.agent import Agent
     from lanterne.settings import CollectorSettings, load
 
-    watcher = Agent(load(CollectorSettings, endpoint=endpoint), root=root, paths=path, pids=pid)
+    watcher = Agent(load(CollectorSettings, endpoint=endpoint), root=root, paths=path, pids=pid, trace=trace)
     if once:
         found = watcher.once(ONCE_S)
         watcher.close()
@@ -54,5 +55,7 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"{row['source']:<12} {row['state']}{reason}", markup=False)
     for row in found["findings"]:
         console.print(f"{row['category']} on {row['host']}: {row['evidence'][0]['says']}", markup=False)
+        if row["remedy"]:
+            console.print(f"  {row['remedy']}", markup=False)
     if not found["findings"]:
         console.print(f"{found['host']}: nothing stands out")

@@ -52,6 +52,8 @@ class CollectorSettings:
     """Steps between sampled gradient norms where the user's loop never clips."""
     spikeness_window: int = 50
     """Steps of the sliding window of loss_spikeness."""
+    reads: bool = False
+    """``lanterne run`` preloads a small library that times the file reads of the ranks and their loader workers."""
     overhead_budget: float = 0.005
     """Share of step time above which the overhead meter sheds sources."""
     hang_floor_s: float = 5.0

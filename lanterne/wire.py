@@ -68,6 +68,9 @@ UNITS: Mapping[str, str] = {
     "process.memory.limit": "By",
     "process.cpu.time": "s",
     "process.gc.time": "s",
+    "process.file.read_time": "s",
+    "process.file.read": "By",
+    "process.file.reads": "{read}",
     "container.memory.usage": "By",
     "hw.gpu.memory.usage": "By",
     "hw.gpu.memory.reserved": "By",
@@ -103,6 +106,11 @@ UNITS: Mapping[str, str] = {
     "system.network.dropped": "{packet}",
     "hw.network.errors": "{error}",
     "process.neighbour.cpu": "{cpu}",
+    "system.cpu.context_switches": "{switch}/s",
+    "system.cpu.migrations": "{move}/s",
+    "system.cpu.run_delay": "s",
+    "system.disk.latency_p99": "s",
+    "system.network.retransmit_rate": "{packet}/s",
     "process.cpu.delay": "1",
 }
 """Metric name -> UCUM unit. Other names may be logged by users; their unit is empty."""

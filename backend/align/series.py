@@ -64,6 +64,7 @@ GAUGES: Mapping[str, Gauge] = {
     "system.network.retransmits": Gauge("net_retries", counter=True),
     "system.network.send_queue": Gauge("send_queue_bytes"),
     "system.disk.io_time": Gauge("disk_ms", 1e3, counter=True),
+    "process.file.read_time": Gauge("file_read_ms", 1e3, counter=True),
 }
 _NUMERIC = frozenset({"loss", "grad_norm", "grad_norm_local", "parameter_checksum", "update_ratio"})
 _TOLD_BY_STEP = frozenset({"process.cpu.time", "process.gc.time"})

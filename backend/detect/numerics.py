@@ -34,6 +34,9 @@ SIGNED_HISTORY, SIGNED_RISE = 30, 4.0
 LOSS_RISE = 3.0
 """Single-step rise by 200% (contract)."""
 GRAD_SPIKE = 5.0
+TAIL_STEPS, TAIL_MIN, TAIL_SHARE, BEYOND_TAILS = 200, 100, 0.6, 20.0
+"""Norms of policy gradients jump by themselves now and then. A jump that is not beyond 20 times needs a hundred norms
+before it, none of which stood out of its own past by six tenths of it (in logarithms)."""
 EXPLOSION = 1e4
 VANISHING = 1e-6
 VANISHING_STEPS, VANISHING_SAMPLES = 20, 3
@@ -113,8 +116,11 @@ def _before(x: FloatArray, t: int) -> FloatArray:
     return past[np.isfinite(past)][-HISTORY:]
 
 
-def _jumps(x: FloatArray, ratio: float) -> list[tuple[int, float, float, float]]:
-    """(row, value, median before, z) of samples that leave the band of the HISTORY before them."""
+def _jumps(x: FloatArray, ratio: float, *, tails: bool = False) -> list[tuple[int, float, float, float]]:
+    """(row, value, median before, z) of samples that leave the band of the HISTORY before them.
+
+    ``tails``: a series whose heavy tail is no news (norms of gradients).
+    """
     found = []
     finite = np.isfinite(x)
     if finite.sum() <= HISTORY_MIN:
@@ -129,8 +135,19 @@ def _jumps(x: FloatArray, ratio: float) -> list[tuple[int, float, float, float]]
         z = (float(x[t]) - usual) / scale
         clear = _log_z(past, x[t]) > LOG_Z if past.min() > 0 else _beyond_all(x[:t], usual, float(x[t]))
         if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max() and clear:
+            if tails and x[t] < BEYOND_TAILS * usual and _is_tail(x[:t], float(x[t]) / usual):
+                continue
             found.append((int(t), float(x[t]), usual, z))
     return found
+
+
+def _is_tail(past: FloatArray, ratio: float) -> bool:
+    """Whether jumps like that of ``ratio`` times are usual, or too little was seen to know."""
+    known = past[np.isfinite(past) & (past > 0)][-TAIL_STEPS - HISTORY_MIN :]
+    if len(known) < TAIL_MIN:
+        return True
+    before = median(np.lib.stride_tricks.sliding_window_view(known[:-1], HISTORY_MIN), axis=1)
+    return bool((np.log(known[HISTORY_MIN:] / before) >= TAIL_SHARE * np.log(ratio)).any())
 
 
 def _beyond_all(past: FloatArray, usual: float, value: float) -> bool:
@@ -189,10 +206,11 @@ def _spikes_of(
     facts: Facts, name: str, kind: str, ratio: float, *, values: FloatArray, whole: FloatArray
 ) -> list[Anomaly]:
     """The first spike of a series ``values [steps, ranks]`` and of what its ranks have in common (``whole``)."""
-    best = _jumps(whole, ratio)
+    tails = name != "loss"
+    best = _jumps(whole, ratio, tails=tails)
     rank: int | None = None
     for r in _suspects(values, ratio):
-        own = _jumps(values[:, r], ratio)
+        own = _jumps(values[:, r], ratio, tails=tails)
         if own and (not best or own[0][0] < best[0][0] or (own[0][0] == best[0][0] and own[0][1] > 2 * best[0][1])):
             best, rank = own, facts.ranks[r]
     if best:

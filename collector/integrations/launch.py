@@ -32,7 +32,8 @@ from lanterne.collector.integrations.launch_orders import Orders
 from lanterne.collector.integrations.standby import AGAIN_S, Standby, mode_of
 from lanterne.collector.integrations.standby import VARIABLE as HOLD
 from lanterne.collector.shipper import is_running
-from lanterne.errors import UsageError
+from lanterne.collector.sources import reads
+from lanterne.errors import LanterneError, UsageError
 from lanterne.settings import CollectorSettings, load
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -102,6 +103,10 @@ def environment(settings: CollectorSettings, command: Sequence[str], exits: str)
     name = settings.job or job_name(command, environ)
     if name:
         environ["LANTERNE_JOB"] = name
+    try:
+        environ |= reads.preload(settings, exits, environ.get("LD_PRELOAD", ""))
+    except (LanterneError, OSError) as error:  # the training goes on without
+        sys.stderr.write(f"lanterne: file reads are not timed: {error}\n")
     return environ
 
 

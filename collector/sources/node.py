@@ -7,13 +7,13 @@ only lays the baseline. All files are read below ``root``, so that a copied tree
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from lanterne.clock import Clock, SystemClock
 from lanterne.collector.sources.node_disks import Blocks, Space
+from lanterne.collector.sources.node_tracing import BpfTrace, Perf
 
 Sample = tuple[str, float, str]  # metric, value, label
 
@@ -24,7 +24,6 @@ _IB_COUNTERS = (
     "symbol_error", "link_downed", "link_error_recovery", "port_rcv_errors", "port_xmit_discards",
     "local_link_integrity_errors",
 )  # fmt: skip
-_CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 21, 38, 39
 
 
 class Part(Protocol):
@@ -310,43 +309,11 @@ class Load:
         return out
 
 
-class Tracing:
-    """Whether kernel tracing may be used here: perf events or bpftrace. It gives no samples, only its state."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.absent = name, reason
-
-    def read(self, elapsed_s: float) -> list[Sample]:
-        del elapsed_s
-        return []
-
-
-def _capable(root: Path, *capabilities: int) -> bool:
-    rows = [r.split() for r in _text(root / "proc/self/status").splitlines() if r.startswith("CapEff:")]
-    mask = int(rows[0][1], 16) if rows else 0
-    return any(mask >> c & 1 for c in capabilities)
-
-
-def perf_absent(root: Path) -> str:
-    """Why perf events of the whole system cannot be read here; empty when they can."""
-    try:
-        level = int(_text(root / "proc/sys/kernel/perf_event_paranoid"))
-    except (OSError, ValueError):
-        return "the kernel has no perf events"
-    if level <= 0 or _capable(root, _CAP_PERFMON, _CAP_SYS_ADMIN):
-        return ""
-    return f"kernel.perf_event_paranoid is {level}: the whole system may be read at 0 or with CAP_PERFMON only"
-
-
-def bpf_absent(root: Path) -> str:
-    """Why bpftrace cannot be used here; empty when it can."""
-    if not shutil.which("bpftrace"):
-        return "bpftrace is not installed"
-    return "" if _capable(root, _CAP_BPF, _CAP_SYS_ADMIN) else "bpftrace needs root or CAP_BPF"
-
-
 class NodeSource:
-    """All sources of one node. ``states`` tells for each source "" (works) or why it is absent."""
+    """All sources of one node. ``states`` tells for each source "" (works) or why it is absent.
+
+    ``tracing`` (the host agent): also perf counters, and bpftrace with ``bpf``. ``close`` ends what they hold.
+    """
 
     def __init__(
         self,
@@ -355,6 +322,8 @@ class NodeSource:
         paths: Sequence[str] = (),
         job_pids: Callable[[], Iterable[int]] = tuple,
         clock: Clock | None = None,
+        tracing: bool = False,
+        bpf: bool = False,
     ) -> None:
         base = Path(root)
         self._clock: Clock = clock or SystemClock()
@@ -363,9 +332,10 @@ class NodeSource:
         self.parts: list[Part] = [
             Load(base), Pressure(base), Cgroups(base), Space(base, paths),
             Blocks(base), Links(base), Infiniband(base), self.processes,
-            SchedulerDelay(base, self.processes), Tracing("perf", perf_absent(base)),
-            Tracing("ebpf", bpf_absent(base)),
+            SchedulerDelay(base, self.processes),
         ]  # fmt: skip
+        self._tracing: list[Perf | BpfTrace] = [Perf(base), BpfTrace(base, asked=bpf)] if tracing else []
+        self.parts += self._tracing
 
     @property
     def states(self) -> dict[str, str]:
@@ -385,6 +355,11 @@ class NodeSource:
             except (OSError, ValueError, LookupError, StopIteration) as error:
                 part.absent = f"{type(error).__name__}: {error}"[:200]
         return out
+
+    def close(self) -> None:
+        """End what the tracing sources hold: counters and a child."""
+        for part in self._tracing:
+            part.close()
 
 
 def worst(samples: Iterable[Sample], metrics: Iterable[str]) -> list[Sample]:

@@ -26,20 +26,24 @@ DISK_BUSY_SHARE, DISK_LATENCY_S = 0.9, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFinding:
-    """A cause that one host shows. ``what`` is the file system, group, device or process that it is about."""
+    """A cause that one host shows. ``what`` is the file system, group, device or process that it is about.
+
+    ``remedy``: what to do there, in one sentence.
+    """
 
     category: CauseCategory
     host: str
     source: str
     what: str
     evidence: tuple[Evidence, ...]
+    remedy: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
         return self.category.value, self.source, self.what
 
     def plain(self) -> dict[str, Any]:
-        """As JSON: category, host, source, what, evidence."""
+        """As JSON: category, host, source, what, evidence, remedy."""
         found: dict[str, Any] = to_json(self)
         return found
 
@@ -99,6 +103,7 @@ def _crowded(samples: Sequence[Sample], host: str, has_job: bool) -> list[NodeFi
                     value=queue, unit="{process}", baseline=cores,
                 ),
             ),
+            remedy=f"Move {who} off {host}, or keep it to cores of its own (cpuset, taskset).",
         )
     ]  # fmt: skip
 
@@ -115,7 +120,12 @@ def _throttled(samples: Sequence[Sample], host: str) -> list[NodeFinding]:
             proof = (Evidence(says=says, value=share, unit="1", baseline=0.0),)
             out.append(
                 NodeFinding(
-                    category=CauseCategory.HOST_CONTENTION, host=host, source="cgroup", what=group, evidence=proof
+                    category=CauseCategory.HOST_CONTENTION,
+                    host=host,
+                    source="cgroup",
+                    what=group,
+                    evidence=proof,
+                    remedy=f"Raise or remove the CPU limit of {group} on {host}; loaders and shipper need theirs too.",
                 )
             )
     return out
@@ -134,18 +144,34 @@ def _stolen(samples: Sequence[Sample], host: str) -> list[NodeFinding]:
 def _full(samples: Sequence[Sample], host: str) -> list[NodeFinding]:
     used, inodes = _named(samples, "system.disk.utilization"), _named(samples, "system.disk.inodes")
     says: dict[str, Evidence] = {}
+    remedy: dict[str, str] = {}
     for path, free in _named(samples, "system.disk.free").items():
         share = used.get(path, 0.0)
         if free <= FREE_BYTES and share >= 1 - FREE_SHARE:
             text = f"{path} is full: {share:.1%} in use, {free / 2**20:.1f} MiB left"
             says[path] = Evidence(says=text, value=free, unit="By", baseline=FREE_BYTES)
+            remedy[path] = (
+                f"Free space on {path} of {host}, old checkpoints first, or save elsewhere; then save again and "
+                "verify: what was written while it was full may be cut off."
+            )
         elif inodes.get(path, 0.0) >= INODES_SHARE:
             text = f"{path} has no room for more files: {inodes[path]:.1%} of its inodes in use"
             says[path] = Evidence(says=text, value=inodes[path], unit="1", baseline=INODES_SHARE)
+            remedy[path] = (
+                f"Delete small files on {path} of {host} (caches, logs), or pack the data set into few files."
+            )
     for path in _named(samples, "system.disk.silent"):
         says[path] = Evidence(says=f"{path} does not answer when asked for its size", value=1.0, unit="s")
+        remedy[path] = f"Mount {path} of {host} again or mend its server; who reads or writes there waits for it."
     return [
-        NodeFinding(category=CauseCategory.STORAGE_SLOW, host=host, source="disk_space", what=path, evidence=(proof,))
+        NodeFinding(
+            category=CauseCategory.STORAGE_SLOW,
+            host=host,
+            source="disk_space",
+            what=path,
+            evidence=(proof,),
+            remedy=remedy[path],
+        )
         for path, proof in says.items()
     ]
 

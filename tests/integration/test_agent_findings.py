@@ -86,6 +86,8 @@ def test_a_full_file_system_is_slow_storage(tmp_path: Path) -> None:
     finding = ("storage_slow", "node7", "disk_space", str(folder))
     assert finding not in named(before)
     assert finding in named(found)
+    remedy = next(f["remedy"] for f in found["findings"] if f["what"] == str(folder))
+    assert f"Free space on {folder} of node7" in remedy
     assert code == 1
 
 

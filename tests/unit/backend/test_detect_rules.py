@@ -200,6 +200,15 @@ def vanished(*, level: float = 1e-8, for_steps: int = 140, every: int = 1, flat:
     return facts(found)
 
 
+def tailed(share: float) -> Facts:
+    """Norms of policy gradients: now and then five times the usual, and the last one a little more."""
+    found, rng = series(400), np.random.default_rng(4)
+    often = np.where(rng.random((400, 1)) < share, 4.5, 1.0)
+    found["grad_norm"] = np.exp(rng.normal(0, 0.2, (400, 1))) * often * np.ones((1, 4))
+    found["grad_norm"][350] = 8.0
+    return facts(found)
+
+
 def called(calls: str) -> Facts:
     return facts(series(), [event("amp_calls", r, 3, calls=calls) for r in range(4)])
 
@@ -263,6 +272,12 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         "grad_spike",
         lambda: put("grad_norm", slice(AT, AT + 2), 40.0),
         lambda: put("grad_norm", slice(AT, AT + 2), 3.0),
+    ),
+    "gradient spike among tails": ("grad_spike", lambda: tailed(0.0), lambda: tailed(0.04)),
+    "gradient spike of a run without a past": (
+        "grad_spike",
+        lambda: put("grad_norm", slice(130, 131), 8.0),
+        lambda: put("grad_norm", slice(40, 41), 10.0),
     ),
     "gradient explosion": (
         "grad_explosion",

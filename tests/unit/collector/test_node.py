@@ -49,9 +49,9 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def test_every_source_of_an_empty_host_says_why_it_is_absent(tree: Tree) -> None:
-    states = tree.node().states
+    states = tree.node(tracing=True).states
     absent = {k for k, v in states.items() if v}
-    assert absent >= {"psi", "cgroup", "disk_space", "disk_io", "network", "infiniband", "scheduler", "perf"}
+    assert absent >= {"psi", "cgroup", "disk_space", "disk_io", "network", "infiniband", "scheduler", "perf", "ebpf"}
     assert "CONFIG_PSI" in states["psi"]
 
 
