@@ -139,6 +139,9 @@ def test_what_the_agent_finds_on_a_host_is_a_cause_of_the_job_there(tmp_path: Pa
     says = " ".join(e["says"] for c in causes for e in c["evidence"])
     assert "/pods/train" in says or "intruder" in says
     assert str(full_disk) in says
+    remedies = " ".join(c["remedy"]["says"] for c in causes)
+    assert f"Free space on {full_disk} of {host}" in remedies
+    assert "Raise or remove the CPU limit of /pods/train" in remedies or "Move intruder" in remedies
     assert {r["source"] for r in absent} >= {"psi", "infiniband", "kernel_log", "gpu"}
     assert all(r["reason"] for r in absent)
 
