@@ -64,6 +64,7 @@ class Rows:
     def __init__(self, file: Path | None = None, budget_s: float = float("inf")) -> None:
         self.file, self.until = file, time.monotonic() + budget_s
         self.code, self.short = digest(), 0
+        self.used: list[Row] = []
         self.known: dict[str, Row] = {}
         if file is not None and file.exists():
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -85,6 +86,7 @@ class Rows:
                 if self.file is not None:
                     with self.file.open("a", encoding="utf-8") as out:
                         out.write(json.dumps(row) + "\n")
+            self.used.append(row)
             yield row
 
 

@@ -3,13 +3,15 @@
 Right = category and subject (``_causal_cases.py``). The baselines name ranks only, so they are counted on the faults
 of one rank and on the rank alone, which flatters them. They are given the true onset; the engine is not. Clean jobs
 have the simulator's plain noise; all others have distractors, rough but healthy variability, clocks two seconds
-apart through the aligner, and every odd seed 10% silent ranks. ``--only`` runs some of the parts.
+apart through the aligner, and every odd seed 10% silent ranks. ``--only`` runs some of the parts. With ``--rows FILE``
+what was measured is kept, so that the whole (half an hour) can be done in pieces of ``--budget`` seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import _public
-from benchmarks._causal_baselines import BASELINES, TABLE_BASELINES
-from benchmarks._causal_cases import LAYOUTS, TIMED, Case, double, healthy, right, single
+from benchmarks._causal_baselines import TABLE_BASELINES
+from benchmarks._causal_cases import LAYOUTS, TIMED, double, healthy, single
+from benchmarks._causal_rows import Row, Rows, all_in_top3, claims, first_right, onset_near, told
 from benchmarks._common import figure, report
 from benchmarks._sim_facts import facts_of
 from lanterne.causal import diagnose, rank_metrics, what_if
@@ -30,9 +33,14 @@ from lanterne.collector.sim.faults import simulate
 from lanterne.collector.sim.model import Shape
 
 HERE = Path(__file__).parents[1]
-ONSET_STEPS = 3
+SIZES_QUICK = {64: 1}
 Figures = Iterator[dict[str, Any]]
 higher = partial(figure, unit="1", better="higher")
+
+
+def _seeds(first: int, count: int) -> range:
+    """Seeds that nothing was tuned on; odd ones, with silent ranks, where only one is taken of a large size."""
+    return range(30_001 + first, 30_001 + first + count)
 
 
 def _rate(hits: Iterable[bool]) -> float:
@@ -40,101 +48,74 @@ def _rate(hits: Iterable[bool]) -> float:
     return float(np.mean(found)) if found else float("nan")
 
 
-def _judge(case: Case) -> tuple[bool, bool, list[bool]]:
-    """(top-1 right, its onset within three steps, every claim at 0.7 right?)."""
-    job = case.job()
-    causes = diagnose(case.facts(job)).causes
-    fits = [[t for t in job.truths if right(c, t)] for c in causes]
-    sure = [bool(fit) for cause, fit in zip(causes, fits, strict=True) if cause.confidence >= CLAIM]
-    first = bool(fits and fits[0])
-    since = causes[0].since_step if causes else None
-    near = first and since is not None and any(abs(since - t.onset) <= ONSET_STEPS for t in fits[0])
-    return first, near, sure
+def clean(rows: Rows, quick: bool) -> Figures:
+    found = list(rows.of(single(range(100, 101 if quick else 102), rough=0.0)))
+    yield higher("top1_clean", _rate(map(first_right, found)), goal=0.95)
+    yield higher("top1_clean_cases", len(found))
 
 
-def clean(quick: bool) -> Figures:
-    hits = [_judge(case)[0] for case in single(range(100, 101 if quick else 102), rough=0.0)]
-    yield higher("top1_clean", _rate(hits), goal=0.95)
-    yield higher("top1_clean_cases", len(hits))
-
-
-def distractors(quick: bool) -> Figures:
+def distractors(rows: Rows, quick: bool) -> Figures:
     """Top-1 by size and layout, precision at 0.7, and the baselines on the same jobs."""
-    plan = [(64, range(200, 201 if quick else 202))] + (
-        [] if quick else [(256, range(203, 204)), (1024, range(205, 206))]
-    )
-    rows: list[tuple[Case, bool, bool, list[bool]]] = []
-    blamed: dict[str, list[bool]] = {b: [] for b in (*BASELINES, "engine")}
-    for ranks, seeds in plan:
-        for case in single(seeds, (ranks,)):
-            job = case.job()
-            facts = case.facts(job)
-            causes, truth = diagnose(facts).causes, job.truths[0]
-            fits = [right(c, truth) for c in causes]
-            near = bool(fits) and fits[0] and abs((causes[0].since_step or 0) - truth.onset) <= ONSET_STEPS
-            sure = [fit for cause, fit in zip(causes, fits, strict=True) if cause.confidence >= CLAIM]
-            rows.append((case, bool(fits) and fits[0], near, sure))
-            if truth.rank is not None:
-                blamed["engine"].append(bool(causes) and causes[0].subject.rank == truth.rank)
-                for name, run in BASELINES.items():
-                    blamed[name].append(run(facts, min(truth.onset, len(facts.steps) - 2)) == truth.rank)
-    yield higher("top1_distractors", _rate(r[1] for r in rows), goal=0.95)
-    yield higher("top1_distractors_cases", len(rows))
-    yield higher("onset_within_3_steps", _rate(r[2] for r in rows if r[1]))
-    yield higher("precision_at_07", _rate(s for r in rows for s in r[3]), goal=0.97)
+    plan = SIZES_QUICK if quick else {64: 2, 256: 1, 1024: 1}
+    found = [r for n, seeds in plan.items() for r in rows.of(single(_seeds(n, seeds), (n,)), baselines=True)]
+    yield higher("top1_distractors", _rate(map(first_right, found)), goal=0.95)
+    yield higher("top1_distractors_cases", len(found))
+    yield higher("onset_within_3_steps", _rate(onset_near(r) for r in found if first_right(r)))
+    yield higher("precision_at_07", _rate(s for r in found for s in claims(r)), goal=0.97)
+    yield from _by_layout("top1", found, first_right, 0.95)
+    silent = [r for r in found if r["case"]["missing"]]
+    if silent:
+        yield higher("top1_missing_ranks", _rate(map(first_right, silent)), goal=0.95)
+    placed = [r for r in found if r["blamed"]]
+    for name in placed[0]["blamed"] if placed else ():
+        yield higher(f"{name}_top1_distractors", _rate(r["blamed"][name] == r["truths"][0]["rank"] for r in placed))
+    named = [bool(r["causes"]) and r["causes"][0]["rank"] == r["truths"][0]["rank"] for r in placed]
+    yield higher("rank_located_distractors", _rate(named))
+    yield higher("rank_cases", len(placed))
+
+
+def _by_layout(name: str, found: list[Row], hit: Callable[[Row], bool], goal: float) -> Figures:
     for ranks, layout in LAYOUTS:
-        part = [r[1] for r in rows if (r[0].ranks, r[0].layout) == (ranks, layout)]
+        part = [hit(r) for r in found if (r["case"]["ranks"], r["case"]["layout"]) == (ranks, layout)]
         if part:
-            yield higher(f"top1_{ranks}_{layout}", _rate(part), goal=0.95)
-    if any(r[0].missing for r in rows):
-        yield higher("top1_missing_ranks", _rate(r[1] for r in rows if r[0].missing), goal=0.95)
-    yield higher("rank_located_distractors", _rate(blamed.pop("engine")))
-    yield higher("rank_cases", len(next(iter(blamed.values()))))
-    for name, found in blamed.items():
-        yield higher(f"{name}_top1_distractors", _rate(found))
+            yield higher(f"{name}_{ranks}_{layout}", _rate(part), goal=goal)
 
 
-def two_faults(quick: bool) -> Figures:
-    plan = [(64, 4 if quick else 36)] + ([] if quick else [(256, 9), (1024, 6)])
-    both, first = [], []
-    for ranks, count in plan:
-        for case in double(range(1000, 1000 + count), (ranks,)):
-            job = case.job()
-            causes = diagnose(case.facts(job)).causes[:3]
-            both.append(all(any(right(c, t) for c in causes) for t in job.truths))
-            first.append(bool(causes) and any(right(causes[0], t) for t in job.truths))
-    yield higher("top1_two_faults", _rate(first), goal=0.85)
-    yield higher("both_of_two_in_top3", _rate(both), goal=0.85)
-    yield higher("two_faults_cases", len(first))
+def two_faults(rows: Rows, quick: bool) -> Figures:
+    plan = {64: 4} if quick else {64: 36, 256: 18, 1024: 9}
+    found = [r for n, count in plan.items() for r in rows.of(double(range(10_000 + n, 10_000 + n + count), (n,)))]
+    yield higher("top1_two_faults", _rate(map(first_right, found)), goal=0.85)
+    yield higher("both_of_two_in_top3", _rate(map(all_in_top3, found)), goal=0.85)
+    yield higher("precision_at_07_two_faults", _rate(s for r in found for s in claims(r)))
+    yield higher("two_faults_cases", len(found))
+    yield from _by_layout("both_of_two", found, all_in_top3, 0.85)
 
 
-def nothing_wrong(quick: bool) -> Figures:
-    plan = [(64, 6 if quick else 48)] + ([] if quick else [(256, 9), (1024, 6)])
-    flagged = [
-        bool(diagnose(case.facts(case.job())).causes)
-        for ranks, count in plan
-        for case in healthy(range(5000, 5000 + count), (ranks,))
-    ]
-    yield figure("healthy_flagged", _rate(flagged), "1", goal=0.0)
-    yield higher("healthy_cases", len(flagged))
+def nothing_wrong(rows: Rows, quick: bool) -> Figures:
+    plan = {64: 6} if quick else {64: 48, 256: 18, 1024: 9}
+    found = [r for n, count in plan.items() for r in rows.of(healthy(range(20_000 + n, 20_000 + n + count), (n,)))]
+    yield figure("healthy_flagged", _rate(not first_right(r) for r in found), "1", goal=0.0)
+    yield higher("healthy_cases", len(found))
 
 
-def magnitudes(quick: bool) -> Figures:
+def magnitudes(rows: Rows, quick: bool) -> Figures:
     """Faults of the step time by size (1.0 = about a third of the step), and faults that heal."""
     sure: list[bool] = []
-    for size in (0.25,) if quick else (1.0, 0.5, 0.25, 0.15, 0.1):
-        found = [_judge(c) for c in single(range(300, 301), kinds=TIMED, magnitude=size)]
-        sure += [s for f in found for s in f[2]]
-        yield higher(f"top1_size_{size:g}", _rate(f[0] for f in found))
+    for size in (0.25,) if quick else (0.5, 0.25, 0.15):
+        for n in (64,) if quick else (64, 256, 1024):
+            found = list(rows.of(single(_seeds(300 + n, 1), (n,), kinds=TIMED, magnitude=size)))
+            sure += [s for r in found for s in claims(r)]
+            yield higher(f"top1_size_{size:g}_{n}", _rate(map(first_right, found)))
     yield higher("precision_at_07_small", _rate(sure))
     kinds = (*TIMED, "sequence_imbalance", "partition_imbalance")
     for steps in () if quick else (60, 30, 12):
-        found = [_judge(c) for c in single(range(310, 311), kinds=kinds, heal_after=steps)]
-        yield higher(f"top1_healed_after_{steps}", _rate(f[0] for f in found))
+        found = list(rows.of(single(_seeds(310, 1), kinds=kinds, heal_after=steps)))
+        yield higher(f"top1_healed_after_{steps}", _rate(map(first_right, found)))
 
 
-def unseen(quick: bool) -> Figures:
+def unseen(rows: Rows, quick: bool) -> Figures:
     """The culprit itself is silent: whoever is claimed then is innocent."""
+    del rows
     named = []
     for case in single(range(400, 401 if quick else 402), kinds=("slow_compute", "slow_backward", "slow_data")):
         job = case.job()
@@ -145,8 +126,9 @@ def unseen(quick: bool) -> Figures:
     yield higher("silent_culprit_cases", len(named))
 
 
-def speed(quick: bool) -> Figures:
+def speed(rows: Rows, quick: bool) -> Figures:
     """CPU time of one diagnosis, 500 steps x 40 series, median of five."""
+    del rows
     spent: dict[int, float] = {}
     for ranks, goal in ((64, 50.0), (256, None), (1024, 500.0)):
         steps = 200 if quick else 500
@@ -169,9 +151,9 @@ def speed(quick: bool) -> Figures:
     yield figure("scaling_exponent", slope, "1", goal=1.1)
 
 
-def public(folder: Path, quick: bool) -> Figures:
+def public(folder: Path, rows: Rows, quick: bool) -> Figures:
     """PetShop with and without the call graph and beside baselines; the what-if of the production traces."""
-    del quick
+    del rows, quick
     cases = _public.petshop_cases(folder / "petshop")
     place: dict[str, list[int]] = {}
     for c in cases:
@@ -207,8 +189,11 @@ def main() -> None:
         "--data", type=Path, default=HERE / "tests" / "data", help="folder with petshop/ and straggler/"
     )
     parser.add_argument("--only", default="", help="parts, comma-separated")
+    parser.add_argument("--rows", type=Path, help="JSON lines of the cases so far; new ones are added")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="measure no case after so many seconds")
+    parser.add_argument("--misses", action="store_true", help="print each case that was wrong to stderr")
     arguments = parser.parse_args()
-    parts: dict[str, Callable[[bool], Figures]] = {
+    parts: dict[str, Callable[[Rows, bool], Figures]] = {
         "clean": clean, "distractors": distractors, "two": two_faults, "healthy": nothing_wrong,
         "magnitudes": magnitudes, "unseen": unseen, "speed": speed, "public": partial(public, arguments.data),
     }  # fmt: skip
@@ -216,9 +201,15 @@ def main() -> None:
     unknown = sorted(set(chosen) - set(parts))
     if unknown:
         parser.error(f"--only: unknown {', '.join(unknown)}; choose of {', '.join(parts)}")
-    figures = [f for name in chosen for f in parts[name](arguments.quick)]
+    rows = Rows(arguments.rows, arguments.budget)
+    figures = [f for name in chosen for f in parts[name](rows, arguments.quick)]
+    figures = [f for f in figures if f["value"] == f["value"]]
+    if rows.short:
+        sys.stderr.write(f"{rows.short} cases are not measured yet: run it again with --rows\n")
+    if arguments.misses:
+        sys.stderr.writelines(f"{told(r)}\n" for r in rows.used if not (first_right(r) and all(claims(r))))
     if arguments.json:
-        print(json.dumps(report("causal", figures, parts=chosen), indent=2))
+        print(json.dumps(report("causal", figures, parts=chosen, cases_left_out=rows.short), indent=2))
         return
     for f in figures:
         goal = "" if f["goal"] is None else f"goal {f['goal']:g}"

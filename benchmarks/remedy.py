@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,14 @@ RUN_S = 400
 STAMPS = ("detected", "diagnosed", "decided", "acted", "verified")
 
 
-def demo(fault: str, policy: str = "auto", *, rank: int = 2, seconds: int = RUN_S, data: str = "") -> dict[str, Any]:
-    """The report of one demo. Raises CalledProcessError when it ended otherwise than with an incident or without."""
+def demo(
+    fault: str, policy: str = "auto", *, rank: int = 2, seconds: int = RUN_S, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The report of one demo; ``more``: further arguments. Raises CalledProcessError when it ended otherwise than with
+    an incident or without."""
     command = [
         sys.executable, "-m", "lanterne", "demo", "--fault", fault, "--rank", str(rank), "--policy", policy,
-        "--exit", "--json", *(["--data", data] if data else []),
+        "--exit", "--json", *more,
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds, check=False,

@@ -101,7 +101,7 @@ def _own_score(x: NDArray[np.float64], onset: int, direction: int) -> float:
     return float(np.log1p(max(0.0, float(best.max()) / scale)) * np.log(10))
 
 
-def _onset(table: Table) -> int:
+def estimated_onset(table: Table) -> int:
     """Row at which most columns change together, by the least-squares split of their standardised absolute change."""
     x = np.column_stack([np.asarray(v, np.float64) for v in table.values()])
     scale = stats.floored_scale(x)
@@ -129,7 +129,7 @@ def rank_metrics(
     if len(lengths) != 1:
         raise ValueError(f"metric table: columns have {sorted(lengths)} rows; they must all have one length")
     rows = lengths.pop()
-    at = _onset(table) if onset is None else onset
+    at = estimated_onset(table) if onset is None else onset
     if not 2 <= at < rows:
         raise ValueError(f"metric table: onset {at} of {rows} rows; at least two rows before and one after are needed")
     columns = column_scores(table, at)
@@ -209,8 +209,8 @@ def _ranked(
             score *= DECAY ** max(0, len(path) - 2) * 0.5**quiet
         else:
             score *= 0.1
-        if entity == symptom:
-            score *= 0.5
+    if entity == symptom:
+        score *= 0.5
     metric = max(names, key=lambda n: columns[n])
     matched = tuple(p.name for p in SERVICE if any(w in _kind(metric).lower() for w in p.match))
     says = f"{metric} moved by {number(columns[metric])} sigma beyond its past and its peers"

@@ -79,7 +79,7 @@ def _divergence(frame: Frame) -> Finding | None:
     x = frame.facts.series.get("parameter_checksum")
     if x is None or not np.isfinite(x).any():
         return None
-    best: tuple[int, list[int], int, float, float] | None = None
+    best: tuple[int, list[int], int, float, float, int] | None = None
     for group in _replica_groups(frame.facts):
         y = x[:, group]
         low, high = np.where(np.isfinite(y), y, np.inf).min(1), np.where(np.isfinite(y), y, -np.inf).max(1)
@@ -92,13 +92,14 @@ def _divergence(frame: Frame) -> Finding | None:
             continue
         last = int(np.flatnonzero(differ)[-1])
         odd, common = _odd_columns(y[row])
-        best = row, [group[i] for i in odd], int((many[row:] & differ[row:]).sum()), float(y[row][odd[0]]), common
+        times, seen = int((many[row:] & differ[row:]).sum()), int(np.isfinite(y[row]).sum())
+        best = row, [group[i] for i in odd], times, float(y[row][odd[0]]), common, seen
         if last < row:
             break
     if best is None:
         return None
-    row, odd, times, value, common = best
-    sure = len(odd) == 1 and int(np.isfinite(x[row]).sum()) > 2
+    row, odd, times, value, common, seen = best
+    sure = len(odd) == 1 and seen > 2
     rank = int(frame.ranks[odd[0]]) if sure else None
     who = f"rank {rank}" if sure else "one replica"
     says = f"the checksum of {who} differs from its replicas' since step {frame.step(row)}, at {times} checks in a row"

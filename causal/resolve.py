@@ -36,6 +36,7 @@ RUINED = frozenset(
     }
 )
 SLACK_STEPS = 3
+SOON_STEPS = 50
 
 
 def _after(cause: Finding, effect: Finding) -> bool:
@@ -46,6 +47,12 @@ def _after(cause: Finding, effect: Finding) -> bool:
 def _strictly_after(cause: Finding, effect: Finding) -> bool:
     first, second = cause.cause.since_step, effect.cause.since_step
     return first is not None and second is not None and second > first
+
+
+def _soon(cause: Finding, effect: Finding) -> bool:
+    """Within the steps in which what all ranks suffer may show on one of them first."""
+    first, second = cause.cause.since_step, effect.cause.since_step
+    return first is None or second is None or second <= first + SOON_STEPS
 
 
 def _same_rank(cause: Finding, effect: Finding) -> bool:
@@ -93,7 +100,12 @@ RULES: tuple[Rule, ...] = (
         lambda a, b: _same_rank(a, b) and _after(a, b),
         "memory that grows slows allocation, then it fails",
     ),
-    Rule(frozenset({C.LR_MISCONFIGURED}), RUINED, _after, "too large updates ruin gradient and loss"),
+    Rule(
+        frozenset({C.LR_MISCONFIGURED}),
+        RUINED,
+        lambda a, b: _after(a, b) and (b.cause.subject.rank is None or _soon(a, b)),
+        "too large updates ruin gradient and loss",
+    ),
     Rule(
         frozenset({C.BAD_BATCH}),
         RUINED - {C.BAD_BATCH},

@@ -189,3 +189,20 @@ def test_one_rank_that_stalls_a_checkpoint_is_named_beside_slow_storage():
     job = found.job()
     causes = diagnose(found.facts(job)).causes
     assert [any(right(c, t) for c in causes) for t in job.truths] == [True, True]
+
+
+def test_of_two_replicas_that_differ_none_is_named():
+    found = case("replica_divergence", rank=11, layout="dp_tp_pp")  # its replicas: ranks 27, 43 and 59
+    job = found.job()
+    assert right(diagnose(found.facts(job)).causes[0], job.truths[0])
+    job.silent = (43, 59)
+    cause = diagnose(found.facts(job)).causes[0]
+    assert (cause.category, cause.subject.rank) == ("replica_divergence", None)
+    assert cause.confidence < scoring.CLAIM
+
+
+def test_an_overflow_of_one_rank_long_after_the_learning_rate_is_a_cause_of_its_own():
+    found = two(("lr_jump", 0, 71), ("overflow", 1, 218))
+    job = found.job()
+    causes = diagnose(found.facts(job)).causes
+    assert [any(right(c, t) for c in causes) for t in job.truths] == [True, True]
