@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lanterne.cli_base import Data, Json, need, print_json
 from lanterne.cli_node import agent
-from lanterne.cli_rank import rank
+from lanterne.cli_causes import causes
 from lanterne.errors import UsageError
 
 policy_app = typer.Typer(help="Policies: what may be done, when, and how often.", no_args_is_help=True)
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     subs = (("policy", policy_app), ("checkpoint", checkpoint_app), ("probe", probe_app), ("token", token_app))
     for name, sub in subs:
         app.add_typer(sub, name=name)
-    for command in (check, migrate, export, import_, plan, inject, agent, rank):
+    for command in (check, migrate, export, import_, plan, inject, agent, causes):
         app.command(name=command.__name__.strip("_"), context_settings=PASS_ON if command is inject else None)(command)
 
 

@@ -120,7 +120,7 @@ def test_the_command_line_is_pinned() -> None:
 
     group = get_command(app)
     assert set(group.commands) == {  # type: ignore[attr-defined]
-        "agent", "checkpoint", "check", "demo", "diagnose", "export", "import", "inject", "migrate", "plan", "policy",
+        "agent", "causes", "checkpoint", "check", "demo", "diagnose", "export", "import", "inject", "migrate", "plan", "policy",
         "probe", "run", "serve", "simulate", "sla", "token",
     }  # fmt: skip
 

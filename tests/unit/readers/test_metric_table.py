@@ -1,4 +1,4 @@
-"""``lanterne rank``: tables of any shape become ranked causes, or one sentence about what is wrong with them."""
+"""``lanterne causes``: tables of any shape become ranked causes, or one sentence about what is wrong with them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_a_bad_graph_is_told(folder, text, says):
 
 
 def test_the_command_prints_json_alone(folder):
-    done = CliRunner().invoke(app, ["rank", str(folder / "metrics.csv"), "--symptom", "web", "--first", "2", "--json"])
+    done = CliRunner().invoke(
+        app, ["causes", str(folder / "metrics.csv"), "--symptom", "web", "--first", "2", "--json"]
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["schema"], len(found["causes"])) == ("lanterne.ranked/1", 2)

@@ -1,4 +1,4 @@
-"""``lanterne rank``: the causal engine on any table of metrics."""
+"""``lanterne causes``: the causal engine on any table of metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lanterne.cli_base import Json, need, print_json
 from lanterne.errors import UsageError
 
 
-def rank(
+def causes(
     table: Annotated[Path, typer.Argument(help="CSV, TSV or Parquet: one row a sample, one column a metric.")],
     onset: Annotated[str, typer.Option(help="When the trouble began: a time, or a row's number; else estimated.")] = "",
     graph: Annotated[Path | None, typer.Option(help="CSV of edges: cause,effect (a callee is the cause).")] = None,
@@ -25,13 +25,13 @@ def rank(
 ) -> None:
     """Rank the entities of any metric table as causes of what changed at an onset.
 
-    Example: `lanterne rank metrics.csv --onset 2026-03-01T12:00:00Z --symptom "web|latency" --graph calls.csv`
+    Example: `lanterne causes metrics.csv --onset 2026-03-01T12:00:00Z --symptom "web|latency" --graph calls.csv`
     """
     for path in (table, graph):
         if path is not None and not path.is_file():
-            raise UsageError(f"rank: no such file: {path}")
+            raise UsageError(f"causes: no such file: {path}")
     if not split:
-        raise UsageError("rank: --split is empty; leave it out, or name what stands between entity and metric")
+        raise UsageError("causes: --split is empty; leave it out, or name what stands between entity and metric")
     found = need("lanterne.backend.readers.metric_table").rank_table(
         table, onset=onset, graph=graph, symptom=symptom, time=time, mark=split, first=first
     )
