@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from lanterne.cli_base import Data, Json, need, print_json
-from lanterne.cli_node import agent
 from lanterne.cli_causes import causes
+from lanterne.cli_node import agent
 from lanterne.errors import UsageError
 
 policy_app = typer.Typer(help="Policies: what may be done, when, and how often.", no_args_is_help=True)

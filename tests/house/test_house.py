@@ -120,8 +120,8 @@ def test_the_command_line_is_pinned() -> None:
 
     group = get_command(app)
     assert set(group.commands) == {  # type: ignore[attr-defined]
-        "agent", "causes", "checkpoint", "check", "demo", "diagnose", "export", "import", "inject", "migrate", "plan", "policy",
-        "probe", "run", "serve", "simulate", "sla", "token",
+        "agent", "causes", "checkpoint", "check", "demo", "diagnose", "export", "import", "inject", "migrate", "plan",
+        "policy", "probe", "run", "serve", "simulate", "sla", "token",
     }  # fmt: skip
 
 
