@@ -69,7 +69,7 @@ class Context:
 
     def kept(self, at: tuple[str, int], key: Any, make: Callable[[], T]) -> T:
         """What ``make`` gave of an attempt, until the store gets new rows of it; at most 1,000 keys are kept."""
-        version = self.store.changes.version(*at)
+        version = self.store.version(*at)
         known = self._kept.get((at, key))
         if known is None or known[0] != version:
             if len(self._kept) > 1_000:

@@ -165,7 +165,7 @@ class Grids:
 
     def _fresh(self, key: tuple[str, int, str], old: Grid | None) -> Grid:
         job, attempt = key[:2]
-        version = self._store.changes.version(job, attempt)
+        version = self._store.version(job, attempt)
         low = None if old is None else self._store.changes.lowest(job, attempt, old.version)
         if old is not None and low is not None:
             if low >= BEYOND or not old.plain:
@@ -179,7 +179,7 @@ class Grids:
     def part(self, job: str, attempt: int, metric: str, low: int, high: int) -> Grid:
         """The grid of the steps ``low`` to ``high`` alone: out of the whole one where that is at hand, else read."""
         key = (job, attempt, metric)
-        version = self._store.changes.version(job, attempt)
+        version = self._store.version(job, attempt)
         with self._lock:
             known = self._known.get(key)
         if known is None or known.version != version or not known.plain:

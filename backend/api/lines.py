@@ -67,7 +67,7 @@ def straying(grid: Grid, rows: slice, most: int) -> list[int]:
 def bounds(context: Context, at: Key) -> tuple[int, int, int]:
     """First and last step and largest rank of what is rolled up; (0, 0, 0) where there is nothing."""
     changes = context.store.changes
-    version = changes.version(*at)
+    version = context.store.version(*at)
     known = context.bounds.get(at)
     low = None if known is None else changes.lowest(*at, known[0])
     if known is not None and low is not None and low >= BEYOND:

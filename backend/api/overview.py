@@ -54,7 +54,7 @@ def _read(context: Context, key: Key) -> Seen:
 def last_signs(context: Context, key: Key) -> dict[int, Signs]:
     """By rank, without heartbeats; of an attempt known already only what came in since is read."""
     changes = context.store.changes
-    version = changes.version(*key)
+    version = context.store.version(*key)
     known = context.signs.get(key)
     old = known if known is not None and changes.lowest(*key, known[0]) is not None else (0, 0, {})
     rows = queries.sign_rows(context.store, key, old[1] - SLACK_NS)

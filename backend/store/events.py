@@ -205,6 +205,11 @@ class EventStore:
             with self._fresh:
                 self._fresh.wait_for(lambda: self._stored >= goal or self._connection is None, FRESH_S)
 
+    def version(self, job: str, attempt: int) -> int:
+        """:meth:`Changes.version` once what had been acknowledged before is in the tables."""
+        self._wait_fresh()
+        return self.changes.version(job, attempt)
+
     def rows(self, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """:meth:`query` as dictionaries, for small answers."""
         found: list[dict[str, Any]] = self.query(sql, params).to_pylist()
@@ -277,6 +282,7 @@ class EventStore:
             log.error("event store: %s", opened.recovered)
         self._writing = Writing(connection.cursor(), self.quality)
         self._connection = connection
+        self.changes.forget()
         self.failure = ""
 
     def _replay(self) -> None:
@@ -297,6 +303,7 @@ class EventStore:
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             raise StoreUnavailable(f"{self._journal.folder}: {error}") from error
         self._stored = self._journaled = last
+        self.changes.forget()
         if last > before:
             log.warning("event store: %d batches were stored from the journal", last - before)
         if self._journal.damage:
