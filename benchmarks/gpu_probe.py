@@ -1,12 +1,12 @@
 """The kernel probe on a GPU: what it costs, whether its kernel times are torch.profiler's, and the overflow kernel.
 
-One command: ``python -m benchmarks.gpu_probe --json``. Overheads are shares of the mean step of a small transformer with
-the probe off (a window every 100th step does not show in a median); off, sampled (that window, the collector's default),
-full and torch.profiler (kernels only) take turns, round by round. ``kernel_time_difference`` is the mean relative
-difference of the mean kernel times of the names that both saw in the same round, weighted by time. The overflow kernel
-goes over 512 MiB of gradients in one launch; its bandwidth is compared with that of a device copy (read and write
-counted), its time with ``torch._foreach_norm`` and ``_amp_foreach_non_finite_check_and_unscale_`` over the same tensors.
-Without a GPU there are no figures, the reason is told and the exit code is 0.
+One command: ``python -m benchmarks.gpu_probe --json``. Overheads are shares of the mean step of a small transformer
+with the probe off (a window every 100th step does not show in a median); off, sampled (that window, the collector's
+default), full and torch.profiler (kernels only) take turns, round by round. ``kernel_time_difference`` is the mean
+relative difference of the mean kernel times of the names that both saw in the same round, weighted by time. The
+overflow kernel goes over 512 MiB of gradients in one launch; its bandwidth is compared with that of a device copy
+(read and write counted), its time with ``torch._foreach_norm`` and ``_amp_foreach_non_finite_check_and_unscale_``
+over the same tensors. Without a GPU there are no figures, the reason is told and the exit code is 0.
 """
 
 from __future__ import annotations
