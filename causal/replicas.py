@@ -10,15 +10,25 @@ import numpy as np
 from lanterne.causal.facts import Facts, Place
 from lanterne.causal.finding import Finding, Link, make
 from lanterne.causal.frame import Frame
+from lanterne.causal.stats import Bools, Floats
 from lanterne.nouns import CauseCategory, EventName, Evidence, Subject
 
-CHECKSUM_TOLERANCE = 1e-9  # relative: equal replicas are equal to the bit, a float sum may be stored rounded
+CHECKSUM_TOLERANCE = 1e-9
+"""Relative, of sums with a fraction: those may have been stored rounded."""
 NOT_SEEDS = frozenset({"rank", "local_rank", "step", "source", "time"})
 
 
 def findings(frame: Frame) -> list[Finding]:
     """Seed mismatch and replica divergence."""
     return [f for f in (_seeds(frame), _divergence(frame)) if f is not None]
+
+
+def apart(values: Floats, reference: Floats) -> Bools:
+    """Where checksums differ (NaN: they do not). Whole numbers are sums over bits: replicas have them equal to the bit,
+    and one parameter that moved changes them by less than a ten-millionth."""
+    whole = (values == np.rint(values)) & (reference == np.rint(reference))
+    least = np.where(whole, 0.5, CHECKSUM_TOLERANCE * np.maximum(np.abs(reference), 1e-30))
+    return np.asarray(np.isfinite(values) & np.isfinite(reference) & (np.abs(values - reference) > least))
 
 
 def _majority(values: dict[int, Hashable]) -> tuple[Hashable, list[int]] | None:
@@ -84,7 +94,7 @@ def _divergence(frame: Frame) -> Finding | None:
         y = x[:, group]
         low, high = np.where(np.isfinite(y), y, np.inf).min(1), np.where(np.isfinite(y), y, -np.inf).max(1)
         many = np.isfinite(y).sum(1) > 1
-        differ = many & (high - low > CHECKSUM_TOLERANCE * np.maximum(np.abs(high), 1e-30))
+        differ = many & apart(low, high)
         if not differ.any():
             continue
         row = int(differ.argmax())
@@ -119,7 +129,7 @@ def _divergence(frame: Frame) -> Finding | None:
 def _odd_columns(values: np.ndarray) -> tuple[list[int], float]:
     """Members away from the most common value, and that value."""
     known = [(i, float(v)) for i, v in enumerate(values) if np.isfinite(v)]
-    near = [sum(abs(v - w) <= CHECKSUM_TOLERANCE * max(abs(v), 1e-30) for _, w in known) for _, v in known]
-    common = known[int(np.argmax(near))][1]
-    odd = [i for i, v in known if abs(v - common) > CHECKSUM_TOLERANCE * max(abs(common), 1e-30)]
-    return odd, common
+    told = np.array([v for _, v in known])
+    near = (~apart(told[:, None], told[None, :])).sum(1)
+    common = float(told[int(near.argmax())])
+    return [known[i][0] for i in np.flatnonzero(apart(told, np.full_like(told, common)))], common

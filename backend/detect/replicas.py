@@ -8,10 +8,9 @@ import numpy as np
 
 from lanterne.backend.detect.base import events, finding, median
 from lanterne.causal.facts import Facts
+from lanterne.causal.replicas import apart
 from lanterne.nouns import Anomaly, AttributeValue, EventName, Severity
 
-RELATIVE = 1e-7
-"""Replicas of one parameter are bit-equal after a synchronous step; this only absorbs the sum's own rounding."""
 CONFIRM = 2
 GRADIENTS_AGREE, GRADIENTS_DIFFER = 1e-5, 1e-3
 """Relative: norms of the same gradients differ by their summing order at most; what counts is a hundred times that."""
@@ -92,7 +91,7 @@ def divergence(facts: Facts) -> list[Anomaly]:
     usual = median(x, axis=1)[:, None]
     if x.shape[1] == 2:
         usual = x[:, :1]
-    odd = np.isfinite(x) & (np.abs(x - usual) > RELATIVE * np.maximum(np.abs(usual), 1e-12))
+    odd = apart(x, np.broadcast_to(usual, x.shape))
     wrong = np.flatnonzero(odd.any(axis=1))
     if len(wrong) < min(CONFIRM, len(rows)) or not len(wrong):
         return []

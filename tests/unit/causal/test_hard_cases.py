@@ -206,3 +206,14 @@ def test_an_overflow_of_one_rank_long_after_the_learning_rate_is_a_cause_of_its_
     job = found.job()
     causes = diagnose(found.facts(job)).causes
     assert [any(right(c, t) for c in causes) for t in job.truths] == [True, True]
+
+
+def test_checksums_of_bits_are_compared_to_the_bit(small):
+    job = small(ranks=4, steps=100)
+    sums = np.full((100, 4), np.nan)
+    sums[::16] = float((1 << 52) - 12345)
+    job.series["parameter_checksum"] = sums
+    assert diagnose(job.facts()).causes == ()
+    sums[64::16, 3] -= 1
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category, cause.subject.rank, cause.since_step) == ("replica_divergence", 3, 64)
