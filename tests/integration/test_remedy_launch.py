@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ COMMAND = textwrap.dedent("""
     endings = json.loads(sys.argv[2])
     job, base = os.environ["LANTERNE_JOB"], int(os.environ.get("LANTERNE_ATTEMPT_BASE", 0))
     folder = pathlib.Path(sys.argv[1], job, str(base))
-    (folder / "commands").mkdir(parents=True)
+    (folder / "commands").mkdir(parents=True, exist_ok=True)
     key = urllib.request.urlopen(f"{os.environ['LANTERNE_ENDPOINT']}/api/v1/jobs/{job}/key").read()
     (folder / "commands" / "key.json").write_bytes(key)
     pathlib.Path(os.environ["LANTERNE_EXITS"], f"shipper-{os.getpid()}").write_text(str(folder))
@@ -87,11 +87,17 @@ class Server:
 
     @contextlib.contextmanager
     def launched(
-        self, job: str, endings: list[Any], *more: str, sessions: str = "sessions", **environ: str
+        self,
+        job: str,
+        endings: list[Any],
+        *more: str,
+        sessions: str = "sessions",
+        through: Sequence[str] = (),
+        **environ: str,
     ) -> Iterator[subprocess.Popen[str]]:
         script = self.folder / "command.py"
         script.write_text(COMMAND)
-        command = [sys.executable, str(script), str(self.folder / sessions), json.dumps(endings), *more]
+        command = [sys.executable, *through, str(script), str(self.folder / sessions), json.dumps(endings), *more]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OTEL_", "LANTERNE_"))}
         clean |= {"LANTERNE_ENDPOINT": self.url, "LANTERNE_JOB": job, "NO_PROXY": "*", **environ}
         process = subprocess.Popen(
@@ -167,6 +173,23 @@ def test_a_standby_waits_for_the_order_and_starts_with_its_environment(server: S
         assert process.stderr is not None
         assert "attempt 1 starts from standby" in process.stderr.read()
         assert not ahead.is_running()
+
+
+@pytest.mark.heavy
+def test_a_standby_of_torchrun_lets_every_rank_go(server: Server) -> None:
+    server.appear("ranks")
+    through = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with server.launched("ranks", ["stay", 0], through=through, LANTERNE_STANDBY="1") as process:
+        assert [line(process), line(process)] == ["attempt 0 - -"] * 2
+        _, ahead = until(lambda: found if len(found := children(process)) == 2 else None)
+        until(lambda: len(ahead.children()) == 2, 120)
+        held = ahead.children()
+        server.order("ranks", "restart", micro_batch=4)
+        assert [line(process), line(process)] == ["attempt 1 - 4"] * 2
+        assert process.wait(timeout=60) == 0
+        assert process.stderr is not None
+        assert "attempt 1 starts from standby" in process.stderr.read()
+        assert not [p for p in (ahead, *held) if p.is_running()]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
