@@ -29,10 +29,10 @@ class Launches:
         house.runner = LiveRunner(house.store, house.control, settings, clock=house.clock)
         self.tracker = Tracker(house.store, house.control)
 
-    def attempt(self, number: int, fault: str = "", steps: int = 130) -> None:
+    def attempt(self, number: int, fault: str = "", steps: int = 130, size: float = 1.0) -> None:
         """Play an attempt, with a fault of rank 2 at step 60 or without."""
         faults = ((fault, 2, 60),) if fault else ()
-        job = simulate(replace(SMALL, steps=steps), faults, seed=3 + number, name="j")
+        job = simulate(replace(SMALL, steps=steps), faults, seed=3 + number, size=size, name="j")
         pending: dict[int, tuple[Identity, list[Event]]] = {}
         for identity, _, events in to_events(job):
             pending.setdefault(identity.rank, (replace(identity, attempt=number), []))[1].extend(events)
@@ -60,6 +60,18 @@ class Launches:
                 attributes={"id": command.id, "action": command.action, "phase": phase, "rank": NO_RANK, **more},
             )  # fmt: skip
             self.house.send(who, [told])
+        self.tracker.follow("j", command.attempt)
+
+    def trainers(self, command: Any, phase: str) -> None:
+        """What the four ranks say about an order."""
+        for rank in range(4):
+            self.house.clock.advance(10**7)
+            told = Event(
+                kind=Kind.EVENT, name=EventName.COMMAND, sequence=20_000 + rank, lamport=20_000 + rank, step=128,
+                unix_ns=self.house.clock.unix_ns(), monotonic_ns=self.house.clock.monotonic_ns(),
+                attributes={"id": command.id, "action": command.action, "phase": phase, "rank": rank, "step": 128},
+            )  # fmt: skip
+            self.house.send(Identity(job="j", attempt=command.attempt, rank=rank, world_size=4), [told])
         self.tracker.follow("j", command.attempt)
 
     def incident(self, attempt: int = 0) -> Incident:
@@ -99,6 +111,23 @@ def test_a_crash_is_restarted_and_verified_by_the_next_attempt(launches: Launche
     for _ in range(3):
         launches.evaluate(0)
         assert launches.incident() == done
+
+
+def test_a_leak_is_saved_before_it_is_restarted(launches: Launches) -> None:
+    launches.attempt(0, "memory_leak", size=20.0)
+    (save,) = launches.house.control.commands("j")
+    assert save.action == "save_checkpoint"
+    launches.evaluate(0)
+    assert not launches.orders()
+    launches.trainers(save, "applied")
+    launches.evaluate(0)
+    (order,) = launches.orders()
+    launches.launcher(order, "received", "committed", "applied")
+    launches.attempt(1, steps=90)
+    launches.evaluate(0)
+    done = launches.incident()
+    assert (done.status, done.causes[0].category.value) == (IncidentStatus.RESOLVED, "memory_leak")
+    assert done.causes[0].subject.rank == 2
 
 
 def test_what_the_restart_does_to_the_old_ranks_changes_no_verdict(launches: Launches) -> None:
