@@ -12,7 +12,7 @@ from lanterne.nouns import Cause, Evidence
 from lanterne.nouns import CauseCategory as C
 
 F64 = NDArray[np.float64]
-ZERO_LR_STEPS_MIN = 30
+ZERO_LR_STEPS_MIN, ZERO_LR_SHARE = 30, 0.3  # rows, and their share of the run up to its end
 LR_JUMP = 3.0  # a cosine or step schedule never multiplies the rate by this from one step to the next
 
 
@@ -71,18 +71,28 @@ def lr_jump(facts: Facts) -> list[Cause]:
 
 
 def lr_zero(facts: Facts) -> list[Cause]:
-    """The learning rate is zero all along, and the loss stands still."""
-    lr, loss = known_values(row_values(facts, "lr"))[1], known_values(row_values(facts, "loss"))[1]
-    if len(lr) < ZERO_LR_STEPS_MIN or (lr != 0).any() or len(loss) < ZERO_LR_STEPS_MIN:
+    """The learning rate is zero all along, or long before the end, and the loss stands still."""
+    at, lr = known_values(row_values(facts, "lr"))
+    loss = row_values(facts, "loss")
+    if len(lr) < ZERO_LR_STEPS_MIN or lr[-1] != 0:
         return []
-    fifth = len(loss) // 5
-    head, tail = float(np.median(loss[:fifth])), float(np.median(loss[-fifth:]))
+    begun = int(np.flatnonzero(lr != 0)[-1]) + 1 if (lr != 0).any() else 0
+    rest = len(lr) - begun
+    if rest < max(ZERO_LR_STEPS_MIN, ZERO_LR_SHARE * len(lr)):
+        return []
+    still = known_values(loss[int(at[begun]) :])[1]
+    if len(still) < ZERO_LR_STEPS_MIN:
+        return []
+    fifth = len(still) // 5
+    head, tail = float(np.median(still[:fifth])), float(np.median(still[-fifth:]))
     if head - tail > 0.03 * abs(head):
         return []
-    says = f"the learning rate is 0 in all {len(lr)} rows and the loss stays at {tail:.4g}: nothing is learned"
-    proof = [evidence(says, value=0.0, unit="1")]
-    do = "see the schedule's total and warm-up steps and the order of optimizer.step() and scheduler.step()"
-    return [cause(C.LR_MISCONFIGURED, 0.8, proof, step=int(facts.steps[0]), do=do)]
+    step = int(facts.steps[int(at[begun])])
+    when = f"in all {len(lr)} rows" if not begun else f"from step {step} on, in {rest} of {len(lr)} rows"
+    proof = [evidence(f"the learning rate is 0 {when} and the loss stays at {tail:.4g}: nothing is learned", value=0.0,
+                      unit="1", baseline=float(lr.max()) if begun else None)]  # fmt: skip
+    do = "see the schedule's total and warm-up steps, the order of optimizer.step() and scheduler.step(), and whether "
+    return [cause(C.LR_MISCONFIGURED, 0.8, proof, step=step, do=do + "it is stepped once a step, not once a process")]
 
 
 def resume(facts: Facts, words: Words) -> list[Cause]:

@@ -154,7 +154,7 @@ def _speaker(form: Form, text: str) -> None:
         form.host = kernel.span("host")
     elif host:
         form.host, form.said = host.span("host"), host.end()
-    if "ank" in text or "RANK" in text:
+    if ("ank" in text or "RANK" in text) and "num_replicas" not in text:  # a sampler's rank is what it was given
         for inline in _INLINE:
             found = inline.search(text[:2_000])
             if found:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cases import evidence_runs  # noqa: F401  registers its builders
 from tests.cases.evidence import categories, first, hedged, judge, named_ranks
 from tests.cases.evidence_series import BUILDERS
 
