@@ -54,6 +54,8 @@ class Target:
     secret: str = ""
     allow_private: bool = False
     severities: frozenset[str] = frozenset({"P0", "P1"})
+    number: int = 0
+    """Of a target that was set through the API; 0 = one of the settings."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -251,9 +253,11 @@ class Alerter:
 
     def __init__(
         self, control: ControlStore, targets: Sequence[Target], *, link: str = "", clock: Clock | None = None,
-        group_s: float = GROUP_S,
+        group_s: float = GROUP_S, allow_private: bool = False,
     ) -> None:  # fmt: skip
-        self.control, self.targets, self.link, self.group_s = control, tuple(targets), link, group_s
+        self.control, self.link, self.group_s = control, link, group_s
+        self.fixed, self.allow_private = tuple(targets), allow_private
+        self.targets: tuple[Target, ...] = self.fixed
         self.clock: Clock = clock or SystemClock()
         self.counts = Counts()
         self._told: dict[str, _Told] = {}
@@ -262,7 +266,19 @@ class Alerter:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def reload(self) -> None:
+        """Take the targets that were set through the API beside the fixed ones of the settings."""
+        own = [
+            Target(
+                url=w.url, format=w.format, secret=w.secret, allow_private=self.allow_private, severities=w.severities,
+                number=w.id,
+            )
+            for w in self.control.webhooks()
+        ]  # fmt: skip
+        self.targets = (*self.fixed, *own)
+
     def start(self) -> None:
+        self.reload()
         self._thread = threading.Thread(target=self._run, name="lanterne-alerts", daemon=True)
         self._thread.start()
 

@@ -112,7 +112,7 @@ def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
     targets = targets_of(settings)
     migrate.upgrade(settings, branch="control")
     control = ControlStore.open(settings, clock=clock)
-    alerter = Alerter(control, targets, link=settings.alert_link, clock=clock)
+    alerter = Alerter(control, targets, link=settings.alert_link, clock=clock, allow_private=settings.alert_private)
     store = EventStore.open(settings, clock=clock)
     hub = Hub()
     runner = LiveRunner(store, control, settings, clock=clock, alerter=alerter)

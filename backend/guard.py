@@ -78,7 +78,7 @@ RULES: Sequence[Rule] = (
     _rule("read", r"^/api/v1/clock$", "ingest", "read"),
     _rule("read", r"^/api/v1/jobs/[^/]+/(key|commands)$", "ingest", "read"),
     _rule("read", r"^/api/v1/(tokens|audit)(/|$)", "admin"),
-    _rule("write", r"^/api/v1/(tokens|query)(/|$)", "admin"),
+    _rule("write", r"^/api/v1/(tokens|query|alerts)(/|$)", "admin"),
     _rule("write", r"^/api/v1/diagnose$", "read"),
     _rule("write", r"^/api/v1/", "operate"),
     _rule("read", r"^/api/v1/", "read"),

@@ -17,6 +17,7 @@ def register(app: Dash, api: Api) -> None:
     _register_policies(app, api)
     _register_tokens(app, api)
     _register_silences(app, api)
+    _register_webhooks(app, api)
 
 
 def _register_policies(app: Dash, api: Api) -> None:
@@ -82,3 +83,31 @@ def _register_silences(app: Dash, api: Api) -> None:
             return said("The silence is over."), await settings.silences(api, now())
         except ApiError as error:
             return refused(error), no_update
+
+
+def _register_webhooks(app: Dash, api: Api) -> None:
+    @app.callback(
+        Output("settings-done", "children", allow_duplicate=True),
+        Output("webhooks-live", "children"),
+        Output("webhook-url", "value"),
+        Output("webhook-secret", "value"),
+        Input({"type": "webhook", "format": ALL}, "n_clicks"),
+        Input({"type": "end-webhook", "id": ALL}, "n_clicks"),
+        State("webhook-url", "value"),
+        State("webhook-secret", "value"),
+        prevent_initial_call=True,
+    )
+    async def act(_add: list[int], _end: list[int], url: str | None, secret: str | None) -> Any:
+        pressed = triggered()
+        if pressed is None:
+            return no_update, no_update, no_update, no_update
+        try:
+            if pressed["type"] == "webhook":
+                done = await settings.add_webhook(api, str(pressed["format"]), url or "", secret or "")
+                url = secret = ""
+            else:
+                await api.delete("alerts", "targets", pressed["id"])
+                done = "This address is told no more."
+            return said(done), await settings.alerts(api), url, secret
+        except ApiError as error:
+            return refused(error), no_update, no_update, no_update

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, Field
 
+from lanterne.backend.alerts import Target, checked_address
 from lanterne.backend.align.facts import build_facts
 from lanterne.backend.api.context import Context, Ctx, OfJob, Step, Who
 from lanterne.backend.api.incidents import IncidentId, known_incident
+from lanterne.backend.api.problems import Problem
 from lanterne.backend.detect import anomaly, safety
 from lanterne.backend.detect.safety import Safety
 from lanterne.backend.store.records import rfc3339
+from lanterne.errors import LanterneError
 from lanterne.nouns import to_json
 
 router = APIRouter(tags=["safety"])
+TARGETS_MAX = 32
 Score = Literal["robust_z", "detrended_z", "learned"]
 
 
@@ -68,15 +72,58 @@ def anomalies(
     return {"items": [to_json(c) | {"says": c.says} for c in found], "next": None}
 
 
+class Webhook(BaseModel):
+    """A target of alerts. ``secret`` signs the generic form."""
+
+    format: Literal["alertmanager", "slack", "generic"]
+    url: str = Field(max_length=2_000)
+    secret: str = Field(default="", max_length=256)
+    severities: list[Literal["P0", "P1", "P2"]] = Field(default=["P0", "P1"], min_length=1, max_length=3)
+
+
+def _show_target(target: Target) -> dict[str, Any]:
+    return {
+        "id": target.number or None, "format": target.format, "host": target.host,
+        "severities": sorted(target.severities),
+    }  # fmt: skip
+
+
+@router.post("/alerts/targets", status_code=201)
+def add_target(context: Ctx, who: Who, body: Webhook) -> dict[str, Any]:
+    """Tell alerts to this address too. It must lead to public addresses, unless the server's settings allow others."""
+    alerter = context.alerter
+    try:
+        target = Target(url=body.url, format=body.format, allow_private=alerter.allow_private)
+        checked_address(target.url, allow_private=target.allow_private)
+    except (LanterneError, ValueError) as error:
+        raise Problem(400, str(error)) from None
+    if len(alerter.targets) >= TARGETS_MAX:
+        raise Problem(409, f"there are {len(alerter.targets)} targets already; end one first")
+    made = context.control.add_webhook(
+        body.format, body.url, severities=body.severities, secret=body.secret, author=who.actor
+    )
+    context.control.audit(who.actor, "webhook.add", target.host, {"format": body.format})
+    alerter.reload()
+    return _show_target(next(t for t in alerter.targets if t.number == made.id))
+
+
+@router.delete("/alerts/targets/{number}", status_code=204)
+def end_target(context: Ctx, who: Who, number: Annotated[int, Path(ge=1, lt=1 << 31)]) -> Response:
+    """Tell this address no more."""
+    if not context.control.end_webhook(number):
+        raise Problem(404, f"there is no target {number} that was set here; those of the settings end there")
+    context.control.audit(who.actor, "webhook.end", str(number), {})
+    context.alerter.reload()
+    return Response(status_code=204)
+
+
 @router.get("/alerts")
 def alerts(context: Ctx, who: Who) -> dict[str, Any]:
     """How alerts fared since the server started, and their targets without what is secret in the address."""
     del who
     counts = context.alerter.counts
     return {
-        "targets": [
-            {"format": t.format, "host": t.host, "severities": sorted(t.severities)} for t in context.alerter.targets
-        ],
+        "targets": [_show_target(t) for t in context.alerter.targets],
         "sent": counts.sent, "failed": counts.failed, "silenced": counts.silenced, "dropped": counts.dropped,
         "errors": list(counts.errors),
     }  # fmt: skip

@@ -192,3 +192,16 @@ class SilenceRow(Base):
     until_ns: Mapped[int] = mapped_column(BigInteger)
     author: Mapped[str] = mapped_column(String(128), default="")
     says: Mapped[str] = mapped_column(Text, default="")
+
+
+class WebhookRow(Base):
+    """A target of alerts beside those of the settings. The address and the secret are not shown again."""
+
+    __tablename__ = "webhooks"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    format: Mapped[str] = mapped_column(String(32))
+    url: Mapped[str] = mapped_column(Text)
+    secret: Mapped[str] = mapped_column(String(256), default="")
+    severities: Mapped[str] = mapped_column(String(64))  # words of P0, P1, P2 joined by spaces
+    author: Mapped[str] = mapped_column(String(128), default="")
+    created_ns: Mapped[int] = mapped_column(BigInteger)

@@ -183,3 +183,16 @@ class AuditRecord:
     subject: str
     detail: Mapping[str, Any]
     request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookRecord:
+    """A target of alerts that was set through the API."""
+
+    id: int
+    format: str
+    url: str
+    secret: str
+    severities: frozenset[str]
+    author: str
+    created_ns: int

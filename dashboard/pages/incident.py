@@ -12,41 +12,14 @@ from dash import dcc, html
 
 from lanterne.dashboard import parts, words
 from lanterne.dashboard.client import Api, ApiError
-from lanterne.dashboard.figures import causal, curves, heat
+from lanterne.dashboard.figures import causal
 from lanterne.dashboard.pages import changes, remedy
-from lanterne.dashboard.pages.job import HEIGHT, POINTS, WIDTH
+from lanterne.dashboard.pages.proof import anchor, first_cause, plot_of, plots, proof
 from lanterne.dashboard.view import View, incident_url, job_url
 
 Incident = Mapping[str, Any]
 
 LEDGER = ("onset", "detected", "diagnosed", "decided", "acted", "verified")
-MARGIN_STEPS = 60
-PLOTS: Mapping[str, Sequence[str]] = {
-    "data_stall": ("heat:data_wait_ms", "heat:lateness_ms"),
-    "slow_compute": ("heat:lateness_ms", "heat:busy_ms"),
-    "rank_hung": ("heat:lateness_ms", "step_ms"),
-    "bad_batch": ("training.loss", "training.grad_norm"),
-    "lr_misconfigured": ("training.lr", "training.loss"),
-    "nonfinite_values": ("training.loss", "training.grad_norm"),
-    "fp16_overflow": ("training.loss_scale", "training.grad_norm"),
-    "loss_scale_collapse": ("training.loss_scale", "training.loss"),
-    "gradient_explosion": ("training.grad_norm", "training.loss"),
-    "gradient_vanishing": ("training.grad_norm", "training.loss"),
-    "training_instability": ("training.loss", "training.loss_spikeness"),
-    "memory_leak": ("process.memory.usage", "hw.gpu.memory.usage"),
-    "out_of_memory": ("hw.gpu.memory.usage", "process.memory.usage"),
-    "gc_pause": ("heat:lateness_ms", "step_ms"),
-    "slow_link": ("heat:wait_ms", "step_ms"),
-    "checkpoint_stall": ("step_ms", "heat:lateness_ms"),
-    "replica_divergence": ("training.loss", "training.grad_norm"),
-}
-PER_RANK = {"process.memory.usage", "hw.gpu.memory.usage"}
-
-
-def first_cause(incident: Incident) -> Mapping[str, Any]:
-    """The top cause, or an empty one."""
-    causes = incident.get("causes") or ()
-    return causes[0] if causes else {}
 
 
 def fingerprint(incident: Incident) -> str:
@@ -130,8 +103,15 @@ def bars(value: Any, baseline: Any) -> parts.Node:
     )
 
 
-def evidence(cause: Mapping[str, Any]) -> parts.Node:
-    """The evidence of one cause: sentence, value, baseline, and where it comes from."""
+def _source(ref: str, shown: Sequence[str]) -> parts.Node:
+    found = plot_of(ref)
+    if found in shown and found is not None:
+        return html.A([html.Code(ref), " ↓"], href=f"#{anchor(found)}", className="ref", title="the plot behind it")
+    return html.Code(ref, className="ref")
+
+
+def evidence(cause: Mapping[str, Any], shown: Sequence[str] = ()) -> parts.Node:
+    """The evidence of one cause: sentence, value, baseline, and where it comes from; ``shown`` are the plots below."""
     found = cause.get("evidence") or ()
     if not found:
         needs = cause.get("needs") or ()
@@ -147,7 +127,7 @@ def evidence(cause: Mapping[str, Any]) -> parts.Node:
                 words.with_unit(one.get("value"), unit),
                 words.with_unit(one.get("baseline"), unit),
                 bars(one.get("value"), one.get("baseline")),
-                html.Code(str(one.get("ref") or ""), className="ref"),
+                _source(str(one.get("ref") or ""), shown),
             ]
         )
     return parts.table(["What was seen", "Value", "Baseline", "", "From"], rows, numeric=(1, 2), says="Evidence")
@@ -298,63 +278,6 @@ def edge_sentence(edge: Mapping[str, Any]) -> str:
     return " · ".join([str(says), *(f"{k} {v}" for k, v in found.items() if v != words.NONE)])
 
 
-# --- the plots behind the evidence ----------------------------------------------------------------
-
-
-def window(incident: Incident) -> dict[str, int]:
-    """Steps around the onset: enough before it to see what was normal."""
-    start = first_cause(incident).get("since_step")
-    start = incident.get("opened_step") if start is None else start
-    if not isinstance(start, int):
-        return {}
-    end = incident.get("opened_step")
-    last = max(start, end) if isinstance(end, int) else start
-    return {"from_step": max(0, start - MARGIN_STEPS), "to_step": last + MARGIN_STEPS}
-
-
-async def plot(api: Api, incident: Incident, name: str) -> dict[str, Any]:
-    """One plot around the onset: ``heat:METRIC``, ``step_ms`` or a metric's name."""
-    job = incident.get("job")
-    cause = first_cause(incident)
-    since = cause.get("since_step")
-    marks = [] if since is None else [{"step": since, "says": words.plain(str(cause.get("category", "")))}]
-    try:
-        if name.startswith("heat:"):
-            metric = name.removeprefix("heat:")
-            answer = await api.get(
-                "jobs", job, "heatmap", metric=metric, width=WIDTH, height=HEIGHT, **window(incident)
-            )
-            return heat.heatmap(answer, marks)
-        aggregate = "none" if name in PER_RANK else "max" if name == "step_ms" else "median"
-        answer = await api.get(
-            "jobs", job, "metrics", name=name, points=POINTS, reduce="minmax", aggregate=aggregate, **window(incident)
-        )
-        return curves.curve({**answer, "series": list(answer.get("series") or ())[:16]}, marks=marks)
-    except ApiError as error:
-        return heat.nothing(error.detail or error.title)
-
-
-def _plot_title(name: str) -> str:
-    return heat.TITLES.get(name.removeprefix("heat:"), "") if name.startswith("heat:") else curves.label(name)
-
-
-async def proof(api: Api, incident: Incident) -> parts.Node:
-    """The plots behind the evidence, around the onset."""
-    wanted = PLOTS.get(str(first_cause(incident).get("category")), ("heat:lateness_ms", "training.loss"))
-    figures = await asyncio.gather(*(plot(api, incident, n) for n in wanted))
-    cells = [
-        html.Div(
-            [
-                html.H3(_plot_title(n)),
-                parts.graph({"type": "proof", "name": n}, f, f"{_plot_title(n)} around the onset", 200),
-            ],
-            className="cell",
-        )
-        for n, f in zip(wanted, figures, strict=True)
-    ]
-    return parts.panel("The proof, around the onset", html.Div(cells, className="grid"))
-
-
 async def load(api: Api, key: str) -> Incident:
     """The incident."""
     found: Incident = await api.get("incidents", key)
@@ -393,7 +316,7 @@ async def live(api: Api, incident: Incident) -> list[parts.Node]:
         _graph(api, incident), proof(api, incident), similar(api, incident), changes.panel(api, incident)
     )
     left = [
-        parts.panel("Evidence", evidence(first_cause(incident))),
+        parts.panel("Evidence", evidence(first_cause(incident), plots(incident))),
         graph_panel(graph),
         proofs,
         changed,

@@ -19,6 +19,11 @@ SCOPES: Mapping[str, str] = {
     "admin": "do everything",
 }
 DAYS = 90
+FORMS: Mapping[str, str] = {
+    "slack": "a Slack channel",
+    "alertmanager": "whatever takes Alertmanager's webhook",
+    "generic": "anything else: JSON, signed with the secret",
+}
 
 
 def token_row(token: Mapping[str, Any], now: datetime) -> list[parts.Node]:
@@ -124,21 +129,51 @@ async def silence(api: Api, incident: Mapping[str, Any], hours: float, says: str
 
 
 async def alerts(api: Api) -> parts.Node:
-    """Where alerts go and how they fared; the targets stand in the server's settings."""
+    """Where alerts go and how they fared."""
     try:
         found = await api.get("alerts")
     except ApiError as error:
         return html.P(error.detail or error.title, className="dim")
     targets = found.get("targets") or ()
     if not targets:
-        return html.P(
-            ["No webhook is set. ", html.Code("alerts"), " in the server's settings takes Alertmanager, Slack or any."],
-            className="dim",
-        )
-    rows = [[str(t.get("format")), str(t.get("host")), ", ".join(t.get("severities") or ())] for t in targets]
+        return html.P("No webhook is set: incidents are told on this page only.", className="dim")
+    rows = [
+        [
+            str(t.get("format")),
+            str(t.get("host")),
+            ", ".join(t.get("severities") or ()),
+            parts.button("End now", {"type": "end-webhook", "id": t["id"]})
+            if t.get("id")
+            else html.Span("from the server's settings", className="dim"),
+        ]
+        for t in targets
+    ]
     counts = ", ".join(f"{words.number(found.get(n))} {n}" for n in ("sent", "failed", "silenced", "dropped"))
     errors = [html.P(str(e), className="note") for e in (found.get("errors") or ())[-3:]]
-    return html.Div([parts.table(["Form", "Host", "For"], rows, says="Webhooks"), html.P(counts), *errors])
+    return html.Div([parts.table(["Form", "Host", "For", ""], rows, says="Webhooks"), html.P(counts), *errors])
+
+
+def alert_form() -> parts.Node:
+    """A new target: its address, and what it understands."""
+    makers = [
+        parts.button(name, {"type": "webhook", "format": name}, title=f"tell {says}") for name, says in FORMS.items()
+    ]
+    secret = dcc.Input(id="webhook-secret", type="password", maxLength=256, placeholder="signs the generic form")
+    return html.Div(
+        [
+            _entry("Address", dcc.Input(id="webhook-url", type="url", maxLength=2_000, placeholder="https://…")),
+            _entry("Secret", secret),
+            html.Span("tell incidents of P0 and P1 as", className="note"),
+            *makers,
+        ],
+        className="tools form",
+    )
+
+
+async def add_webhook(api: Api, form: str, url: str, secret: str) -> str:
+    """Tell alerts to an address too; returns what was done."""
+    made = await api.post("alerts", "targets", body={"format": form, "url": url.strip(), "secret": secret})
+    return f"Incidents of {', '.join(made.get('severities') or ())} are told to {made.get('host')} from now on."
 
 
 async def page(api: Api, view: View, now: datetime, base: str) -> list[parts.Node]:
@@ -157,7 +192,7 @@ async def page(api: Api, view: View, now: datetime, base: str) -> list[parts.Nod
     left = [
         parts.panel("Tokens", [html.Div(await tokens(api, now), id="tokens-live"), token_form()]),
         parts.panel("Silences", html.Div(await silences(api, now), id="silences-live")),
-        parts.panel("Webhooks", await alerts(api)),
+        parts.panel("Webhooks", [html.Div(await alerts(api), id="webhooks-live"), alert_form()], key="webhooks"),
         parts.panel("Attach a job", parts.attach_help(base)),
     ]
     right = [parts.panel("Sign in", signing), parts.panel("This server", links)]

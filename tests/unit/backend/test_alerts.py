@@ -227,3 +227,18 @@ def test_a_burning_budget_says_how_fast(receiver: Receiver, control: ControlStor
     assert "7.5 times too fast over the last 6 h" in told["says"]
     silent = Alerter(control, [], clock=clock)
     BurnWatch(silent, lambda _: pytest.fail("nobody is told, so nothing is read")).look("job", clock.unix_ns())
+
+
+def test_targets_set_through_the_api_outlive_the_server_and_are_told(receiver: Receiver, control: ControlStore) -> None:
+    control.add_webhook("generic", receiver.url, severities=["P0", "P1"], secret="s")
+    alerter = Alerter(control, (), group_s=0.01, allow_private=True)
+    alerter.start()
+    try:
+        assert [(t.format, t.number) for t in alerter.targets] == [("generic", 1)]
+        assert alerter.notify(incident(), "demo")
+        assert receiver.bodies(1)[0]["alerts"]
+    finally:
+        alerter.stop()
+    assert control.end_webhook(1)
+    alerter.reload()
+    assert not alerter.targets

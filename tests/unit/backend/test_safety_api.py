@@ -131,3 +131,26 @@ def test_what_moved_is_ranked(server: httpx.Client, score: str) -> None:
     assert (rows[0]["step"], rows[0]["rank"]) == (40, None)
     assert all(abs(r["score"]) >= 6 for r in get(server, "/jobs/demo/anomalies", score=score)["items"])
     assert server.get(f"{API}/jobs/demo/anomalies", params={"score": "oracle"}).status_code == 422
+
+
+def test_a_webhook_is_set_told_and_ended(server: httpx.Client, receiver: Receiver) -> None:
+    fixed = get(server, "/alerts")["targets"]
+    assert [t["id"] for t in fixed] == [None]
+    body = {"format": "generic", "url": receiver.url, "secret": "s", "severities": ["P2"]}
+    made = server.post(f"{API}/alerts/targets", json=body)
+    assert made.status_code == 201, made.text
+    assert made.json()["severities"] == ["P2"]
+    text = server.get(f"{API}/alerts").text
+    assert get(server, "/alerts")["targets"] == [*fixed, made.json()]
+    assert '"s"' not in text
+    assert server.delete(f"{API}/alerts/targets/{made.json()['id']}").status_code == 204
+    assert server.delete(f"{API}/alerts/targets/{made.json()['id']}").status_code == 404
+    assert get(server, "/alerts")["targets"] == fixed
+    actions = [a["action"] for a in get(server, "/audit")["items"]]
+    assert actions.index("webhook.end") < actions.index("webhook.add")
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://", "http://u:p@h/", "http://0.0.0.0/x", "http://[::1"])
+def test_an_address_that_is_none_is_refused(server: httpx.Client, url: str) -> None:
+    answer = server.post(f"{API}/alerts/targets", json={"format": "generic", "url": url})
+    assert answer.status_code == 400, answer.text

@@ -73,7 +73,7 @@ def test_2_every_route_is_closed_until_it_is_classified(server: httpx.Client) ->
         ("POST", "/api/v1/query", "admin"), ("DELETE", "/api/v1/tokens/x", "admin"), ("GET", "/api/v1/audit", "admin"),
         ("POST", "/api/v1/jobs/a/commands", "operate"), ("PUT", "/api/v1/policies/x", "operate"),
         ("POST", "/api/v1/incidents/x/status", "operate"), ("DELETE", "/api/v1/whatever", "operate"),
-        ("GET", "/page", "read"), ("POST", "/page", "read"),
+        ("POST", "/api/v1/alerts/targets", "admin"), ("GET", "/page", "read"), ("POST", "/page", "read"),
     ],
 )  # fmt: skip
 def test_3_matrix_of_scopes_and_routes(server: httpx.Client, method: str, path: str, needs: str) -> None:

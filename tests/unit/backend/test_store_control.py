@@ -195,7 +195,7 @@ def test_both_branches_go_up_down_and_up_again(tmp_path: Path) -> None:
     for _ in range(2):
         migrate.upgrade(settings)
         migrate.upgrade(settings)
-        assert migrate.control_revision(control_url(settings)) == "c001"
+        assert migrate.control_revision(control_url(settings)) == "c002"
         with duckdb.connect(str(migrate.events_file(settings))) as connection:
             assert migrate.events_revision(connection) == "e002"
         migrate.downgrade(settings)

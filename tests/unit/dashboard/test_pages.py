@@ -201,3 +201,11 @@ def test_credentials_of_the_reader_go_to_the_api(double: ModuleType) -> None:
     answer = _ask(page, "/_dash-update-component", "POST", json=body, headers={"cookie": "lanterne_token=secret"})
     assert answer.status_code == 200
     assert seen == ["Bearer secret"]
+
+
+def test_each_sentence_with_a_series_leads_to_its_plot(api: Api) -> None:
+    body, _ = rendered(api, "/incidents/inc-1")
+    places = {str(getattr(node, "id", "")) for node in walk(body)}
+    leads = [node.href for node in walk(body) if str(getattr(node, "href", "")).startswith("#proof-")]
+    assert leads
+    assert {lead.removeprefix("#") for lead in leads} <= places
