@@ -1,4 +1,4 @@
-"""Ranks that should be equal and are not: seeds, and copies of the parameters."""
+"""Ranks that should be equal and are not: seeds, learning rates, and copies of the parameters."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from lanterne.causal import stats
 from lanterne.causal.facts import Facts, Place
-from lanterne.causal.finding import Finding, Link, make
+from lanterne.causal.finding import Finding, Link, make, number
 from lanterne.causal.frame import Frame
 from lanterne.causal.stats import Bools, Floats
 from lanterne.nouns import CauseCategory, EventName, Evidence, Subject
 
 CHECKSUM_TOLERANCE = 1e-9
 """Relative, of sums with a fraction: those may have been stored rounded."""
+RATE_TOLERANCE, RATE_ROWS_MIN = 0.01, 3
 NOT_SEEDS = frozenset({"rank", "local_rank", "step", "source", "time"})
 
 
 def findings(frame: Frame) -> list[Finding]:
     """Seed mismatch and replica divergence."""
-    return [f for f in (_seeds(frame), _divergence(frame)) if f is not None]
+    return [f for f in (_seeds(frame), _divergence(frame), _rates(frame)) if f is not None]
 
 
 def apart(values: Floats, reference: Floats) -> Bools:
@@ -83,6 +85,38 @@ def _replica_groups(facts: Facts) -> list[list[int]]:
         key = tuple(sorted((a, n) for a, n in mesh.items() if a != "dp_replicate"))
         groups[key].append(column)
     return [g for g in groups.values() if len(g) > 1]
+
+
+def _rates(frame: Frame) -> Finding | None:
+    """A rank whose learning rate is not its replicas': it updates its copy by another amount."""
+    x = frame.facts.series.get("lr")
+    if x is None or not np.isfinite(x).any():
+        return None
+    for group in _replica_groups(frame.facts):
+        y = x[:, group]
+        usual = stats.median(y, 1)[:, None]
+        odd = np.isfinite(y) & (np.abs(y - usual) > RATE_TOLERANCE * np.maximum(np.abs(usual), 1e-30))
+        often = odd.sum(0)
+        column = int(often.argmax())
+        if len(group) < 3 or often[column] < RATE_ROWS_MIN or (often > 0.5 * often[column]).sum() > 1:
+            continue
+        row = int(odd[:, column].argmax())
+        rank, step = int(frame.ranks[group[column]]), frame.step(row)
+        value, baseline = float(y[row, column]), float(usual[row, 0])
+        says = (
+            f"the learning rate of rank {rank} is {number(value)} since step {step}, of the others {number(baseline)}"
+        )
+        return make(
+            CauseCategory.LR_MISCONFIGURED,
+            "numerics",
+            confidence=0.9,
+            subject=Subject(rank=rank, host=frame.hosts[int(frame.host[group[column]])] or None),
+            since_step=step,
+            symptom="loss",
+            evidence=(Evidence(says=says, value=value, unit="1", baseline=baseline, ref="lr"),),
+            path=(Link(metric="lr", label="learning rate differs", weight=0.97, says=says),),
+        )
+    return None
 
 
 def _divergence(frame: Frame) -> Finding | None:

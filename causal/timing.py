@@ -30,6 +30,7 @@ CANDIDATES_MAX = 96
 STAGE_ROWS_MIN = 8
 GROWTH_ROWS_MIN, KNEES, GROWTH_FIT_MAX = 12, 48, 0.7
 """Known rows on each side, candidate knees, and the share of the step's residue that a growth leaves at most."""
+BY_TURNS_ROWS_MIN = 8
 ONE_LEADS_SHARE = 0.7  # of the rows: more is one straggler, not a lead that wanders
 
 
@@ -82,13 +83,18 @@ def changes(frame: Frame) -> list[Change]:
     capped = np.clip(x, middle - WINSOR_SIGMAS * scale, middle + np.maximum(WINSOR_SIGMAS * scale, 4 * step))
     found = stats.split(capped)
     general = float(np.median(found.shift)) if x.shape[1] >= 8 else 0.0
-    worth = np.flatnonzero(found.shift - general > np.maximum(floor, SHIFT_SIGMAS_MIN * sigma * 0.5))
+    rise = found.shift - general
+    worth = np.flatnonzero(rise > np.maximum(floor, SHIFT_SIGMAS_MIN * sigma * 0.5))
     worth = worth[np.argsort(-found.shift[worth])][:CANDIDATES_MAX]
     out = []
     for r in worth:
         change = _judge(frame, rows, x[:, r], int(found.at[r]), float(scale[r]), floor, int(r))
         if change is not None:
             out.append(change)
+    known = {c.column for c in out}
+    loud = [int(r) for r in np.argsort(-rise)[:CANDIDATES_MAX] if rise[r] > floor and int(r) not in known]
+    turns = [_by_turns(frame, rows, x[:, r], int(found.at[r]), floor, r) for r in loud]
+    out += [c for c in turns if c is not None]
     out += _persistent(frame, rows, x, {c.column for c in out})
     return sorted(out, key=lambda c: -c.shift_ms)
 
@@ -114,6 +120,25 @@ def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: fl
     if count < SPORADIC_ROWS_MIN or count / len(after) < max(SPORADIC_SHARE_MIN, 3 * rate0) or burst < floor:
         return None
     led = rows[at:][high_after]
+    marks[led] = True
+    return Change(column, int(led[0]), burst, base, noise, True, False, marks)
+
+
+def _by_turns(frame: Frame, rows: Ints, y: Floats, at: int, floor: float, column: int) -> Change | None:
+    """A fault that comes and goes every few steps, which successive differences show as noise: two levels apart, the
+    lower one as it was before. Where there is only more noise, the space between them is filled."""
+    before, after = y[:at], y[at:]
+    base, noise = stats.rows_median(before), max(stats.noise_of(before), 0.1 * floor)
+    level, beyond = max(4 * noise, floor), after - base
+    high, between = beyond > level, (beyond > 0.5 * level) & (beyond <= level)
+    rest = after[~high & ~between]
+    if min(len(before), int(high.sum()), len(rest)) < BY_TURNS_ROWS_MIN or float((before - base > level).mean()) > 0.02:
+        return None
+    burst = float(beyond[high].sum()) / len(after)
+    if between.sum() > 0.1 * high.sum() or stats.noise_of(rest) > 2 * noise or burst < floor:
+        return None
+    marks = np.zeros(len(frame.usable), bool)
+    led = rows[at:][high]
     marks[led] = True
     return Change(column, int(led[0]), burst, base, noise, True, False, marks)
 

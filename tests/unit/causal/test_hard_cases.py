@@ -217,3 +217,20 @@ def test_checksums_of_bits_are_compared_to_the_bit(small):
     sums[64::16, 3] -= 1
     cause = diagnose(job.facts()).causes[0]
     assert (cause.category, cause.subject.rank, cause.since_step) == ("replica_divergence", 3, 64)
+
+
+def test_a_rank_that_is_slow_every_second_step_is_found_and_more_noise_is_not(small):
+    job = small(ranks=8, steps=200)
+    job.work["forward"][80::2, 5] += 40.0
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category, cause.subject.rank, cause.since_step) == ("slow_compute", 5, 80)
+    noisy = small(ranks=8, steps=200)
+    noisy.work["forward"][80:] *= np.exp(np.random.default_rng(1).normal(0, 0.25, (120, 8)))
+    assert diagnose(noisy.facts()).causes == ()
+
+
+def test_a_learning_rate_of_one_rank_alone_names_it(small):
+    job = small(ranks=4, steps=100)
+    job.series["lr"][60:, 2] *= 10
+    cause = diagnose(job.facts()).causes[0]
+    assert (cause.category, cause.subject.rank, cause.since_step) == ("lr_misconfigured", 2, 60)
