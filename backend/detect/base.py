@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 
 from lanterne.causal.facts import FactEvent, Facts, FloatArray, IntArray
 from lanterne.errors import UsageError
-from lanterne.nouns import NO_RANK, NO_STEP, Anomaly, Severity, Subject
+from lanterne.nouns import NO_RANK, NO_STEP, Anomaly, EventName, Severity, Subject
 
 Mask = NDArray[np.bool_]
 Detector = Callable[[Facts], list[Anomaly]]
 
 WARM_UP_STEPS = 10
 """First steps of an attempt: allocation, connection set-up, compilation. Judged by nothing that measures time."""
+WINDOW_STEPS = 400
+"""Steps of a live window: one that is shorter holds its attempt from the start."""
 MAD_TO_SIGMA = 1.4826
 LOST_MS = 500.0
 """What a slowness must have cost the job in all before it is told: some short steps are a hiccup of the machine."""
@@ -120,10 +122,20 @@ def risen(values: FloatArray, width: int, floor: float) -> list[int]:
     return [int(r) for r in wide[ranges(sliding_median(values[:, wide], width)) >= floor]]
 
 
+def first_step(facts: Facts) -> int:
+    """The step with which the attempt began: 0, or where it resumed, as told or as a short window shows."""
+    if not len(facts.steps) or facts.steps[0] <= WARM_UP_STEPS:
+        return 0
+    told = [e.step for e in facts.events if e.name == EventName.ATTACHED and e.step > 0]
+    if told:
+        return min(told)
+    return int(facts.steps[0]) if len(facts.steps) < WINDOW_STEPS else 0
+
+
 def settled(facts: Facts) -> Mask:
     """Steps [T] that timing detectors may judge: no warm-up, no checkpoint, eval or compile on any rank."""
     steps = facts.steps
-    keep = steps >= min(WARM_UP_STEPS, 2 + len(steps) // 4)
+    keep = steps - first_step(facts) >= min(WARM_UP_STEPS, 2 + len(steps) // 4)
     typical = float(median(step_ms(facts)))
     for name in LONG_PHASES:
         values = facts.series.get(name)

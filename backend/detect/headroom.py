@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lanterne.backend.detect import oom
-from lanterne.backend.detect.base import WARM_UP_STEPS
+from lanterne.backend.detect.base import WARM_UP_STEPS, first_step
 from lanterne.backend.detect.oom import SAMPLES, Advice, Sample
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Ruling
@@ -72,7 +72,7 @@ def headroom(facts: Facts) -> list[Headroom]:
 
 def _samples(facts: Facts, x: FloatArray, limit: FloatArray) -> tuple[list[int], float] | None:
     """(rows of the last ten samples, seconds between them); None where the window does not hold ten."""
-    known = np.flatnonzero(np.isfinite(x) & (limit > 0) & (facts.steps >= WARM_UP_STEPS))
+    known = np.flatnonzero(np.isfinite(x) & (limit > 0) & (facts.steps - first_step(facts) >= WARM_UP_STEPS))
     if len(known) < SAMPLES:
         return None
     at = facts.step_start_ns[known]

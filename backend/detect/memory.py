@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import WARM_UP_STEPS, attribute, events, finding, median, ranges, step_at
+from lanterne.backend.detect.base import WARM_UP_STEPS, attribute, events, finding, first_step, median, ranges, step_at
 from lanterne.causal.facts import Facts, FloatArray
 from lanterne.nouns import Anomaly, EventName, Severity
 
@@ -47,12 +47,12 @@ def out_of_memory(facts: Facts) -> list[Anomaly]:
 
 def leaks(facts: Facts) -> list[Anomaly]:
     """Growth that does not stop: the last stretch of the window, in parts, each higher than the one before."""
-    found = []
+    found, begun = [], first_step(facts)
     for name in SERIES:
         values = facts.series.get(name)
         if values is None:
             continue
-        rows = np.flatnonzero(np.isfinite(values).any(axis=1) & (facts.steps >= WARM_UP_STEPS))
+        rows = np.flatnonzero(np.isfinite(values).any(axis=1) & (facts.steps - begun >= WARM_UP_STEPS))
         if len(rows) < STEPS_MIN:
             continue
         wide = np.flatnonzero(ranges(values[rows]) >= GROWTH_BYTES).tolist()

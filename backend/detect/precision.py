@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lanterne.backend.detect.base import attribute, common, events, finding
+from lanterne.backend.detect.base import attribute, common, events, finding, first_step
 from lanterne.backend.detect.contract import RETURN_SHARE, downgrade, may_return, scaler_misuse
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, EventName, Ruling, Severity
@@ -26,7 +26,8 @@ def detect(facts: Facts) -> list[Anomaly]:
     skipped: dict[int, set[int]] = {}
     for event in events(facts, EventName.OVERFLOW):
         skipped.setdefault(event.step, set()).add(event.rank)
-    steps = np.array(sorted(s for s in skipped if s >= SETTLING_STEPS), np.int64)
+    begun = first_step(facts)
+    steps = np.array(sorted(s for s in skipped if s - begun >= SETTLING_STEPS), np.int64)
     return [*_repeated(facts, skipped, steps), *_collapse(facts, steps), *misuse(facts)]
 
 
@@ -96,7 +97,7 @@ def _culprit(facts: Facts, skipped: dict[int, set[int]], steps: list[int]) -> in
 def _collapse(facts: Facts, skipped: np.ndarray) -> list[Anomaly]:
     """The scale fell under 1, or by more than 64 times since its highest, and did not come back."""
     scale = common(facts, "loss_scale")
-    known = np.flatnonzero(np.isfinite(scale) & (facts.steps >= SETTLING_STEPS))
+    known = np.flatnonzero(np.isfinite(scale) & (facts.steps - first_step(facts) >= SETTLING_STEPS))
     if len(known) < 2 or not len(skipped):
         return []
     top, now = float(scale[known].max()), float(scale[known[-1]])

@@ -441,6 +441,23 @@ def test_a_slowness_that_cost_less_than_half_a_second_is_a_hiccup(steps: int, ki
     assert [a.kind for a in detect.run(facts(found))] == kinds
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_resumed_run_warms_up_as_well(told: bool) -> None:
+    """Ten slow steps after a resume at step 5,000: compile and caches of rank 1, a scaler that settles."""
+    found = series(60)
+    found["lateness_ms"][:9, 1] += 900
+    found["step_ms"][:9] += 900
+    found["wait_ms"][:9] += 900
+    said = [event("overflow", r, 5_000 + s, scale_after=2.0**s) for s in (1, 2, 4, 6) for r in range(4)]
+    said += [event("attached", r, 5_000) for r in range(4)] if told else []
+    run = replace(facts(found, said), steps=5_000 + np.arange(60))
+    assert [(a.kind, a.says) for a in detect.run(run)] == []
+    late = replace(
+        run, events=[event("overflow", r, s, scale_after=1.0) for s in (5_020, 5_022, 5_024) for r in range(4)]
+    )
+    assert [a.kind for a in detect.run(late)] == ["overflow"]
+
+
 def test_nothing_is_said_about_an_empty_window() -> None:
     assert detect.run(Facts(job="job")) == []
     assert detect.run(replace(facts(series(3)), ranks_expected=4)) == []
