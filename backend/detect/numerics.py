@@ -34,9 +34,11 @@ SIGNED_HISTORY, SIGNED_RISE = 30, 4.0
 LOSS_RISE = 3.0
 """Single-step rise by 200% (contract)."""
 GRAD_SPIKE = 5.0
-TAIL_STEPS, TAIL_MIN, TAIL_SHARE, BEYOND_TAILS = 200, 100, 0.6, 20.0
-"""Norms of policy gradients jump by themselves now and then. A jump that is not beyond 20 times needs a hundred norms
-before it, none of which stood out of its own past by six tenths of it (in logarithms)."""
+TAIL_STEPS, TAIL_SHARE, BEYOND_TAILS = 200, 0.6, 20.0
+TAIL_OF_NORM, TAIL_OF_LOSS = (100, 1), (24, 2)
+"""Norms of policy gradients and losses of noise levels jump by themselves now and then. A jump that is not beyond 20
+times needs so many samples before it, of which fewer than so many stood out of their own past by six tenths of it (in
+logarithms)."""
 EXPLOSION = 1e4
 VANISHING = 1e-6
 VANISHING_STEPS, VANISHING_SAMPLES = 20, 3
@@ -116,11 +118,8 @@ def _before(x: FloatArray, t: int) -> FloatArray:
     return past[np.isfinite(past)][-HISTORY:]
 
 
-def _jumps(x: FloatArray, ratio: float, *, tails: bool = False) -> list[tuple[int, float, float, float]]:
-    """(row, value, median before, z) of samples that leave the band of the HISTORY before them.
-
-    ``tails``: a series whose heavy tail is no news (norms of gradients).
-    """
+def _jumps(x: FloatArray, ratio: float, tail: tuple[int, int]) -> list[tuple[int, float, float, float]]:
+    """(row, value, median before, z) of samples that leave the band of the HISTORY before them and are no ``tail``."""
     found = []
     finite = np.isfinite(x)
     if finite.sum() <= HISTORY_MIN:
@@ -135,19 +134,24 @@ def _jumps(x: FloatArray, ratio: float, *, tails: bool = False) -> list[tuple[in
         z = (float(x[t]) - usual) / scale
         clear = _log_z(past, x[t]) > LOG_Z if past.min() > 0 else _beyond_all(x[:t], usual, float(x[t]))
         if z > SPIKE_Z and x[t] > ratio * abs(usual) and x[t] > 1.3 * past.max() and clear:
-            if tails and x[t] < BEYOND_TAILS * usual and _is_tail(x[:t], float(x[t]) / usual):
+            if usual > 0 and x[t] < BEYOND_TAILS * usual and _is_tail(x[:t], float(x[t]) / usual, *tail):
                 continue
             found.append((int(t), float(x[t]), usual, z))
     return found
 
 
-def _is_tail(past: FloatArray, ratio: float) -> bool:
-    """Whether jumps like that of ``ratio`` times are usual, or too little was seen to know."""
-    known = past[np.isfinite(past) & (past > 0)][-TAIL_STEPS - HISTORY_MIN :]
-    if len(known) < TAIL_MIN:
+def _is_tail(past: FloatArray, ratio: float, least: int, count: int) -> bool:
+    """Whether ``count`` jumps like that of ``ratio`` times were seen, or fewer than ``least`` samples to know it from.
+
+    Of series that are positive; what changes its sign is judged by :func:`_beyond_all`.
+    """
+    known = past[np.isfinite(past)][-TAIL_STEPS - HISTORY_MIN :]
+    if (known <= 0).any():
+        return False
+    if len(known) < least:
         return True
     before = median(np.lib.stride_tricks.sliding_window_view(known[:-1], HISTORY_MIN), axis=1)
-    return bool((np.log(known[HISTORY_MIN:] / before) >= TAIL_SHARE * np.log(ratio)).any())
+    return bool((np.log(known[HISTORY_MIN:] / before) >= TAIL_SHARE * np.log(ratio)).sum() >= count)
 
 
 def _beyond_all(past: FloatArray, usual: float, value: float) -> bool:
@@ -206,11 +210,11 @@ def _spikes_of(
     facts: Facts, name: str, kind: str, ratio: float, *, values: FloatArray, whole: FloatArray
 ) -> list[Anomaly]:
     """The first spike of a series ``values [steps, ranks]`` and of what its ranks have in common (``whole``)."""
-    tails = name != "loss"
-    best = _jumps(whole, ratio, tails=tails)
+    tail = TAIL_OF_LOSS if name == "loss" else TAIL_OF_NORM
+    best = _jumps(whole, ratio, tail)
     rank: int | None = None
     for r in _suspects(values, ratio):
-        own = _jumps(values[:, r], ratio, tails=tails)
+        own = _jumps(values[:, r], ratio, tail)
         if own and (not best or own[0][0] < best[0][0] or (own[0][0] == best[0][0] and own[0][1] > 2 * best[0][1])):
             best, rank = own, facts.ranks[r]
     if best:
@@ -375,7 +379,7 @@ def _variances(windows: FloatArray) -> FloatArray:
 
 
 def variance(facts: Facts) -> list[Anomaly]:
-    """Loss variance of a window beyond mean + 15 sigma of the windows before it, and four times their largest."""
+    """Loss variance of two windows running beyond mean + 15 sigma of those before, and four times their largest."""
     loss = common(facts, "loss")
     rows = np.flatnonzero(np.isfinite(loss))[WARM_UP_STEPS:]
     count = len(rows) // VARIANCE_WIDTH
@@ -383,10 +387,10 @@ def variance(facts: Facts) -> list[Anomaly]:
         return []
     rows = rows[-count * VARIANCE_WIDTH :].reshape(count, VARIANCE_WIDTH)
     spread = _variances(loss[rows])
-    for k in range(VARIANCE_WINDOWS, count):
+    for k in range(VARIANCE_WINDOWS, count - 1):
         before = spread[:k]
         bound = max(before.mean() + VARIANCE_SIGMAS * before.std(), VARIANCE_RISE * before.max())
-        if spread[k] > bound > 0:
+        if spread[k : k + 2].min() > bound > 0:
             first, value = int(facts.steps[rows[k, 0]]), float(np.sqrt(spread[k]))
             return [
                 finding(

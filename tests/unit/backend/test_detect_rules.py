@@ -200,6 +200,23 @@ def vanished(*, level: float = 1e-8, for_steps: int = 140, every: int = 1, flat:
     return facts(found)
 
 
+def longer(tokens: float) -> Facts:
+    """Steps that take 1.8 times as long from step 200 on, and carry ``tokens`` times the tokens."""
+    found = series(400, step_ms=900.0)
+    found["step_ms"][200:] *= 1.8
+    found["tokens"] = np.where(np.arange(400)[:, None] < 200, 1024.0, 1024.0 * tokens) * np.ones((1, 4))
+    return facts(found)
+
+
+def noise_levels(*often: int) -> Facts:
+    """Losses of a denoiser: small, ten times as much at the steps ``often``, and a last one of twelve times."""
+    found, rng = series(400), np.random.default_rng(6)
+    found["loss"] = 0.05 * np.exp(rng.normal(0, 0.1, (400, 1))) * np.ones((1, 4))
+    found["loss"][list(often)] *= 10.0
+    found["loss"][350] = 0.6
+    return facts(found)
+
+
 def tailed(share: float) -> Facts:
     """Norms of policy gradients: now and then five times the usual, and the last one a little more."""
     found, rng = series(400), np.random.default_rng(4)
@@ -223,6 +240,7 @@ RULES: dict[str, tuple[str, Make, Make]] = {
     "straggler, not for one bad step": ("straggler", lambda: late(60), lambda: late(60, steps=slice(100, 103))),
     "intermittent straggler": ("intermittent_straggler", lambda: sporadic(10), lambda: sporadic(90)),
     "step time": ("step_time", lambda: slower(1.6, 150), lambda: slower(1.6, 10)),
+    "step time of more work": ("step_time", lambda: longer(1.0), lambda: longer(2.0)),
     "data stall": ("data_stall", lambda: waiting(90), lambda: waiting(8)),
     "garbage collection": ("gc_pause", lambda: garbage(80), lambda: garbage(12)),
     "slow transfer": ("slow_transfer", lambda: transfers(6), lambda: transfers(1.6)),
@@ -303,6 +321,8 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         lambda: syncing(200, 400, rank=1, first=0),
     ),
     "loss variance": ("loss_variance", lambda: scattered(0.3, 100), lambda: scattered(0.04, 100)),
+    "loss variance of one window": ("loss_variance", lambda: scattered(0.3, 100), lambda: scattered(0.3, 20)),
+    "loss spike among tails": ("loss_spike", noise_levels, lambda: noise_levels(7, 15, 21, *range(40, 400, 30))),
     "loss variance of one bad batch": ("loss_variance", lambda: scattered(0.3, 100), lambda: scattered(0.3, 1)),
     "scaler misuse": (
         "scaler_misuse",
