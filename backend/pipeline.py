@@ -46,7 +46,7 @@ PERIOD_S, PERIOD_SOON_S = 0.6, 0.3
 REST_FACTOR = 3.0
 """An evaluation that took t seconds of CPU is followed by at least this times t of rest: a quarter of a core at most.
 
-While a remedy is under way there is only ``PERIOD_SOON_S``, because its outcome is waited for."""
+While a remedy is under way it is ``PERIOD_SOON_S`` or that time once: its outcome is waited for."""
 IDLE_CHECK_S = 2.0
 ACTIVE_S = 900.0
 """Jobs silent for longer are left alone until they speak again."""
@@ -156,7 +156,8 @@ class LiveRunner:
             except Exception:  # one bad job must not end the watch over the others
                 log.exception("pipeline: an evaluation failed")
             took_s = (thread_cpu_ns() - began) / 1e9
-            self._stop.wait(PERIOD_SOON_S if self._remedied() else max(PERIOD_S, REST_FACTOR * took_s))
+            hurry = self._remedied()
+            self._stop.wait(max(PERIOD_SOON_S, took_s) if hurry else max(PERIOD_S, REST_FACTOR * took_s))
 
     def run_once(self) -> int:
         """Evaluate every attempt with new data, and those that went quiet with an open end; returns how many."""
