@@ -46,23 +46,28 @@ def recorded(values: FloatArray) -> FloatArray:
 
 
 CHECKPOINT_OK = "checkpoint_ok"
-"""Besides the series: the share of ranks whose newest checkpoint reads back whole."""
+"""Besides the series: the share of ranks that read a checkpoint of one step back whole."""
 
 
 def _checkpoint_ok(facts: Facts, step: int) -> float:
-    """Share of the ranks whose newest checkpoint from ``step`` on was read back whole; NaN before there is one."""
-    newest: dict[int, bool] = {}
-    for event in sorted(facts.events, key=lambda e: e.job_ns):
+    """The largest share of the ranks that read a checkpoint of one step, ``step`` or later, back whole; NaN before one.
+
+    At 1 there is one to go back to, whatever became of those saved after it.
+    """
+    whole: dict[int, set[int]] = {}
+    for event in facts.events:
         if event.name == EventName.CHECKPOINT_VERIFIED and event.step >= step:
-            newest[event.rank] = event.attributes.get("ok") not in (False, 0, "false", "False")
-    return sum(newest.values()) / max(facts.ranks_expected, len(facts.ranks), 1) if newest else math.nan
+            ok = event.attributes.get("ok") not in (False, 0, "false", "False")
+            whole.setdefault(event.step, set()).update({event.rank} if ok else ())
+    world = max(facts.ranks_expected, len(facts.ranks), 1)
+    return max((len(ranks) / world for ranks in whole.values()), default=math.nan)
 
 
 def since(facts: Facts, name: str, step: int, count: int, how: str = "median", missing: float | None = None) -> float:
     """Series ``name`` over ranks and the last ``count`` recorded steps later than ``step``, reduced as ``how`` says.
 
     ``missing`` is the value when nothing was recorded after ``step`` (None: NaN). ``checkpoint_ok`` is no series but
-    the share of ranks whose newest checkpoint since ``step`` reads back whole.
+    the share of ranks that read a checkpoint since ``step`` back whole.
     """
     if name == CHECKPOINT_OK:
         return _checkpoint_ok(facts, step)

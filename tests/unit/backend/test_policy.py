@@ -296,6 +296,8 @@ def _read_back(rank: int, step: int, ok: bool) -> FactEvent:
     [
         ([_read_back(r, 72, True) for r in range(4)], True),
         ([_read_back(r, 72, r != 2) for r in range(4)], False),
+        ([_read_back(r, 72, True) for r in range(4)] + [_read_back(2, 79, False)], True),  # there is one to go back to
+        ([_read_back(r, 72 + r, True) for r in range(4)], False),  # of no step is there a whole one
         ([_read_back(r, 72, True) for r in range(3)], False),  # one rank has not read its own yet
         ([_read_back(r, 60, True) for r in range(4)], False),  # before the order
         ([], False),
