@@ -18,6 +18,14 @@ EXPOSE 4318 4317
 HEALTHCHECK --interval=10s --timeout=3s --start-period=20s CMD ["python", "-m", "lanterne.healthcheck", "http://127.0.0.1:4318/readyz"]
 CMD ["lanterne", "serve", "--host", "0.0.0.0", "--port", "4318", "--data", "/data"]
 
+# Several backends over one PostgreSQL and one lake: the DuckDB that its extensions' wheels were built for.
+FROM server AS scale
+USER root
+RUN mkdir /lake && chown lanterne /lake \
+    && pip install --no-cache-dir "duckdb==1.5.5" "duckdb-extension-ducklake==1.5.5" "duckdb-extension-postgres-scanner==1.5.5"
+USER lanterne
+VOLUME /lake
+
 FROM server AS trainer
 USER root
 # The plain package is a CUDA build of several GB; pass your mirror of the CPU build in PIP_ARGS.

@@ -48,6 +48,7 @@ from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
 from lanterne.backend.store.retention import Keeper
+from lanterne.backend.store.shared import Shipping, shared
 from lanterne.clock import Clock, SystemClock
 from lanterne.settings import ServerSettings
 
@@ -77,14 +78,17 @@ class Parts:
     runner: LiveRunner
     tracker: Tracker
     keeper: Keeper
+    shipping: Shipping
     grpc: GrpcServer | None
     alerter: Alerter
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.alerter.start()
         self.runner.start()
         self.tracker.start()
         self.keeper.start()
+        self.shipping.start()
         if self.grpc is not None:
             self.grpc.start()
 
@@ -96,6 +100,7 @@ class Parts:
         self.otlp.close()
         self.intake.close()
         self.keeper.close()
+        self.shipping.close()
         self.runner.stop()
         self.alerter.stop()
         self.tracker.stop()
@@ -114,11 +119,12 @@ def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
     control = ControlStore.open(settings, clock=clock)
     alerter = Alerter(control, targets, link=settings.alert_link, clock=clock, allow_private=settings.alert_private)
     store = EventStore.open(settings, clock=clock)
+    seen = shared(store)
     hub = Hub()
     runner = LiveRunner(store, control, settings, clock=clock, alerter=alerter)
     context = Context(
-        store=store, control=control, settings=settings, hub=hub, clock=clock, alerter=alerter, safety=runner.safety,
-        accounts=Accounts(store, control, clock),
+        store=seen, control=control, settings=settings, hub=hub, clock=clock, alerter=alerter, safety=runner.safety,
+        accounts=Accounts(seen, control, clock),
     )  # fmt: skip
     intake = Intake(store, control)
     return Parts(
@@ -130,6 +136,7 @@ def open_parts(settings: ServerSettings, clock: Clock) -> Parts:
         alerter=alerter,
         tracker=Tracker(store, control),
         keeper=Keeper(store, settings, clock),
+        shipping=Shipping(store, settings, clock),
         grpc=GrpcServer(intake, control, settings) if settings.grpc_port else None,
     )
 
@@ -223,20 +230,3 @@ def create_app(settings: ServerSettings, page: App | None = None, *, clock: Cloc
     guard = Guard(Server(parts, api, page), parts.context.control, settings, clock)
     api.state.guard = guard
     return guard
-
-
-def serve(settings: ServerSettings, page: App | None = None) -> None:
-    """Serve in the foreground until SIGINT or SIGTERM; what was taken is committed before it returns."""
-    import uvicorn
-
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    uvicorn.run(
-        create_app(settings, page),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        server_header=False,
-        ssl_certfile=settings.tls_certificate or None,
-        ssl_keyfile=settings.tls_key or None,
-        timeout_graceful_shutdown=10,
-    )

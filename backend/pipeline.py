@@ -130,7 +130,8 @@ class LiveRunner:
 
     def _pick_up(self) -> None:
         since = self.clock.unix_ns() - int(ACTIVE_S * 1e9)
-        recent = [job.attempt for job in self.control.jobs(limit=200) if job.last_seen_ns >= since]
+        jobs = self.control.jobs(limit=200)  # of other backends, too, where the control database is shared
+        recent = [job.attempt for job in jobs if job.last_seen_ns >= since and self.store.holds(job.id)]
         with self._lock:
             self._dirty |= {(a.job, a.attempt) for a in recent if a is not None}
         self._wake.set()

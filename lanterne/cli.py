@@ -104,6 +104,8 @@ def serve(
     settings = load(ServerSettings, file=config, host=host, port=port, grpc_port=grpc_port, data=data, policy=policy)
     if print_settings:
         shown = {k: "***" if k in {"token", "tls_key"} and v else v for k, v in asdict(settings).items()}
+        if shown["lake"]:
+            shown["lake"] = "postgres:***|" + str(shown["lake"]).partition("|")[2]
         if "@" in str(shown["control_url"]):
             shown["control_url"] = str(shown["control_url"]).split("://")[0] + "://***"
         print_json(shown)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,16 @@ SCHEMAS: Mapping[str, pa.Schema] = {
     signal: pa.schema([(name, _TYPES.get(name, pa.int64())) for name in names]) for signal, names in COLUMNS.items()
 }
 SIGNALS = tuple(COLUMNS)
+DERIVED: Mapping[str, tuple[str, ...]] = {
+    "waits": (
+        "job", "attempt", "group_name", "group_sequence", "step", "rank", "op", "bytes", "lateness_ms", "wait_ms",
+        "transfer_ms", "error_ms",
+    ),
+    "clocks": ("job", "attempt", "rank", "at_ns", "offset_ns", "error_ns", "drift_ppm"),
+}  # fmt: skip
+"""Columns of the tables that the pipeline fills."""
+Derived: TypeAlias = Mapping[str, Sequence[Any]] | Any
+"""An Arrow table, or columns by name."""
 _NULLABLE = frozenset({"value", "attributes"})
 
 
@@ -75,6 +85,15 @@ def fault(batch: Batch) -> str:
     table = batch.table
     missing = [n for n in table.column_names if n not in _NULLABLE and table.column(n).null_count]
     return f"{', '.join(missing)}: a value is missing (NOT NULL)" if missing else ""
+
+
+def derived(table: str, rows: Derived) -> pa.Table:
+    """Rows for a table of ``DERIVED``, in its order of columns; ``op`` may be left out."""
+    found = rows if isinstance(rows, pa.Table) else pa.table(dict(rows))
+    names = DERIVED[table]
+    if "op" in names and "op" not in found.column_names:
+        found = found.append_column("op", pa.array([""] * found.num_rows, pa.string()))
+    return found.select(list(names))
 
 
 def map_array(rows: Sequence[Mapping[str, str]]) -> pa.MapArray:

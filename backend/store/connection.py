@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +25,17 @@ class Opened:
     recovered: str = ""
 
 
-def connect(file: Path, *, memory_limit: str, threads: int = 2, folders: Sequence[Path] = ()) -> Opened:
+def connect(
+    file: Path,
+    *,
+    memory_limit: str,
+    threads: int = 2,
+    folders: Sequence[Path] = (),
+    attach: Callable[[duckdb.DuckDBPyConnection], None] | None = None,
+) -> Opened:
     """Open ``file`` for writing, with no access to other files but those below ``folders``, which are made.
+
+    ``attach`` is called before other files are shut out.
 
     A damaged log is moved aside under a dated name; its sound beginning is replayed.
     Raises :class:`StoreUnavailable` when the file is held by another process or cannot be used.
@@ -45,6 +54,12 @@ def connect(file: Path, *, memory_limit: str, threads: int = 2, folders: Sequenc
             raise StoreUnavailable(_explain(file, again)) from again
     for folder in folders:
         make_folder(folder)
+    if attach is not None:
+        try:
+            attach(connection)
+        except BaseException:
+            connection.close()
+            raise
     quoted = ", ".join("'" + str(folder.absolute()).replace("'", "''") + "/'" for folder in folders)
     connection.execute(f"SET allowed_directories = [{quoted}]")
     connection.execute("SET enable_external_access = false")

@@ -1,7 +1,8 @@
 """The control database's engine: SQLite (WAL, FULL, foreign keys on) by default, PostgreSQL by URL.
 
 SQLite transactions are opened by us: ``BEGIN`` for reads, ``BEGIN IMMEDIATE`` for writes, so that two
-writers queue at the start of their transaction instead of failing at its end.
+writers queue at the start of their transaction instead of failing at its end. PostgreSQL's take a lock that
+does the same, over all backends: what a transaction has read before it writes (a state, a counter) then still holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -22,6 +23,7 @@ from lanterne.clock import Clock, SystemClock
 from lanterne.errors import StoreUnavailable
 
 BUSY_TIMEOUT_MS = 10_000
+_LOCK = text("SELECT pg_advisory_xact_lock(7215940338123)")
 
 
 def engine_of(url: str) -> Engine:
@@ -82,6 +84,8 @@ class Database:
         """A session committed at the end. Raises :class:`StoreUnavailable` when the database is away or full."""
         try:
             with Session(self._writer, expire_on_commit=False) as session, session.begin():
+                if self._engine.dialect.name == "postgresql":
+                    session.execute(_LOCK)
                 yield session
         except DBAPIError as error:
             raise StoreUnavailable(f"control database: {error.orig}") from error

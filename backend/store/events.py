@@ -13,9 +13,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,10 @@ from lanterne.backend.store.batch import SIGNALS, Batch
 from lanterne.backend.store.changes import Changes
 from lanterne.backend.store.connection import Opened, connect
 from lanterne.backend.store.journal import Journal
+from lanterne.backend.store.lake import Lake
 from lanterne.backend.store.scribe import Order, Scribe
 from lanterne.backend.store.views import create_views
-from lanterne.backend.store.writing import Receipt, Writing
+from lanterne.backend.store.writing import Counters, Receipt, Writing
 from lanterne.clock import Clock, SystemClock
 from lanterne.errors import LanterneError, StoreUnavailable
 from lanterne.quality import Quality
@@ -45,31 +45,18 @@ FRESH_S = 2.0
 """A query waits at most so long for rows that were acknowledged before it and are not in the tables yet."""
 RETRY_S = 0.5
 _BAD_ROWS = (duckdb.ConversionException, duckdb.ConstraintException, duckdb.InvalidInputException, pa.ArrowInvalid)
-WAIT_COLUMNS = (
-    "job", "attempt", "group_name", "group_sequence", "step", "rank", "op", "bytes", "lateness_ms", "wait_ms",
-    "transfer_ms", "error_ms",
-)  # fmt: skip
-CLOCK_COLUMNS = ("job", "attempt", "rank", "at_ns", "offset_ns", "error_ns", "drift_ppm")
 
 
 class QueueFull(LanterneError):
     """The bytes waiting for the writer are at their bound; try again in a moment."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """What the writer did since the start; read by ``/metrics``."""
-
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIGNALS, 0))
-    commits: int = 0
-    commit_seconds: float = 0.0
-    failures: int = 0
-
-
 class EventStore:
     """Append-only events with columns of ``wire``; see docs/api.md for the SQL views on it."""
 
-    def __init__(self, file: Path, *, queue_bytes: int, memory_limit: str = "4GB", clock: Clock | None = None) -> None:
+    def __init__(
+        self, file: Path, *, queue_bytes: int, memory_limit: str = "4GB", clock: Clock | None = None, lake: str = ""
+    ) -> None:
         self.file = file
         self.tier = file.parent / "tier"
         self.adhoc = file.parent / "adhoc"
@@ -82,6 +69,8 @@ class EventStore:
         self._memory_limit, self._queue_bytes = memory_limit, queue_bytes
         self._lock = threading.Lock()
         self._queued = 0
+        self.lake = Lake(lake, file) if lake else None
+        self._newest_ns = 0
         self._queue: queue.Queue[Order | None] = queue.Queue()
         self._held: list[Order] = []
         self._callbacks: list[Callback] = []
@@ -106,6 +95,7 @@ class EventStore:
             queue_bytes=settings.queue_bytes,
             memory_limit=settings.memory_limit,
             clock=clock,
+            lake=settings.lake,
         )
 
     # --- writing ---
@@ -134,23 +124,21 @@ class EventStore:
         """Store decoded columns (``spans``, ``points`` or ``logs``) and wait for the commit."""
         return self.submit(batches.from_columns(signal, columns)).result()
 
-    def append_waits(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
-        """Store aligned collectives, one row a member: ``WAIT_COLUMNS`` (``op`` may be left out); waits for the commit.
+    def append_waits(self, rows: batches.Derived) -> None:
+        """Store aligned collectives, one row a member: ``DERIVED["waits"]`` (``op`` may be left out); waits.
 
         The same rows feed the roll-up ``rank_steps`` with lateness_ms (worst of the step), wait_ms and
         transfer_ms (sums). A (job, attempt, step, rank) should be written once.
         """
-        self._append("waits", WAIT_COLUMNS, rows)
+        self._append("waits", rows)
 
-    def append_clocks(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
-        """Store clock offsets: ``CLOCK_COLUMNS``; the newest ``at_ns`` of a rank is shown by the API."""
-        self._append("clocks", CLOCK_COLUMNS, rows)
+    def append_clocks(self, rows: batches.Derived) -> None:
+        """Store clock offsets: ``DERIVED["clocks"]``; the newest ``at_ns`` of a rank is shown by the API."""
+        self._append("clocks", rows)
 
-    def _append(self, table: str, names: tuple[str, ...], rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
-        found = rows if isinstance(rows, pa.Table) else pa.table(dict(rows))
-        if "op" in names and "op" not in found.column_names:
-            found = found.append_column("op", pa.array([""] * found.num_rows, pa.string()))
-        self._put(Order(Future(), max(1024, int(found.nbytes)), table=table, rows=found.select(list(names)))).result()
+    def _append(self, table: str, rows: batches.Derived) -> None:
+        found = batches.derived(table, rows)
+        self._put(Order(Future(), max(1024, int(found.nbytes)), table=table, rows=found)).result()
 
     def work(self, task: Callable[[duckdb.DuckDBPyConnection], Any]) -> Any:
         """Run ``task(connection)`` on the writer's thread between commits (retention, back-up); its result."""
@@ -172,27 +160,45 @@ class EventStore:
 
     # --- reading ---
 
-    def query(
-        self, sql: str, params: Sequence[Any] | Mapping[str, Any] = (), *, timeout_s: float = QUERY_TIMEOUT_S
-    ) -> pa.Table:
-        """Rows of one query on a cursor of its own; interrupted after ``timeout_s``.
+    @contextlib.contextmanager
+    def cursor(self, catalog: str = "") -> Iterator[duckdb.DuckDBPyConnection]:
+        """A cursor that sees what was acknowledged before; unqualified names are those of ``catalog``.
 
-        Raises :class:`StoreUnavailable` when the store is closed, recovering, or too slow.
+        Raises :class:`StoreUnavailable` when the store is closed or recovering.
         """
         self._wait_fresh()
         connection = self._connection
         if connection is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
+        cursor = connection.cursor()
         try:
-            cursor = connection.cursor()
-            timer = threading.Timer(timeout_s, cursor.interrupt)
-            timer.daemon = True
-            timer.start()
-            try:
-                return cursor.sql(sql, params=params or None).to_arrow_table()
-            finally:
-                timer.cancel()
-                cursor.close()
+            if catalog:
+                cursor.execute(f"USE {catalog}")
+            yield cursor
+        finally:
+            cursor.close()
+
+    def query(
+        self,
+        sql: str,
+        params: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        timeout_s: float = QUERY_TIMEOUT_S,
+        catalog: str = "",
+    ) -> pa.Table:
+        """Rows of one query on a cursor of its own; interrupted after ``timeout_s``.
+
+        Raises :class:`StoreUnavailable` when the store is closed, recovering, or too slow.
+        """
+        try:
+            with self.cursor(catalog) as cursor:
+                timer = threading.Timer(timeout_s, cursor.interrupt)
+                timer.daemon = True
+                timer.start()
+                try:
+                    return cursor.sql(sql, params=params or None).to_arrow_table()
+                finally:
+                    timer.cancel()
         except duckdb.InterruptException as error:
             raise StoreUnavailable(f"the query took longer than {timeout_s:g} s; ask for a smaller range") from error
         except (duckdb.FatalException, duckdb.ConnectionException, duckdb.IOException) as error:
@@ -215,15 +221,16 @@ class EventStore:
         found: list[dict[str, Any]] = self.query(sql, params).to_pylist()
         return found
 
-    def copy_out(self, select: str, params: Mapping[str, Any], target: Path) -> int:
+    def holds(self, job: str) -> bool:
+        """Has this backend itself stored a span, point or log of the job that it has not moved away since?"""
+        found = " UNION ALL ".join(f"(SELECT 1 FROM {signal} WHERE job = $job LIMIT 1)" for signal in SIGNALS)
+        return bool(self.query(f"SELECT 1 FROM ({found})", {"job": job}).num_rows)
+
+    def copy_out(self, select: str, params: Mapping[str, Any], target: Path, *, catalog: str = "") -> int:
         """Write the rows of ``select`` as Parquet to ``target`` (below ``tier`` or ``adhoc``); how many there were."""
-        self._wait_fresh()
-        connection = self._connection
-        if connection is None:
-            raise StoreUnavailable(self.failure or "the event store is closed")
         quoted = str(target.absolute()).replace("'", "''")
         try:
-            with connection.cursor() as cursor:
+            with self.cursor(catalog) as cursor:
                 cursor.execute(f"COPY ({select}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)", params or None)
                 row = cursor.fetchone()
         except duckdb.Error as error:
@@ -269,11 +276,16 @@ class EventStore:
         self._journal.close(stored_all=folded)
 
     def _reopen(self) -> None:
-        opened: Opened = connect(self.file, memory_limit=self._memory_limit, folders=(self.tier, self.adhoc))
+        lake = self.lake
+        folders = [self.tier, self.adhoc, *([] if lake is None else [lake.folder])]
+        attach = None if lake is None else lake.attach
+        opened: Opened = connect(self.file, memory_limit=self._memory_limit, folders=folders, attach=attach)
         connection = opened.connection
         try:
             migrate.migrate_events(connection)
             create_views(connection, self.tier)
+            if lake is not None:
+                lake.widen(connection)
         except duckdb.Error as error:
             connection.close()
             raise StoreUnavailable(f"{self.file}: {error}") from error
@@ -281,6 +293,8 @@ class EventStore:
             self.recovered = opened.recovered
             log.error("event store: %s", opened.recovered)
         self._writing = Writing(connection.cursor(), self.quality)
+        if lake is not None:
+            self._newest_ns = self._writing.newest_ns()
         self._connection = connection
         self.changes.forget()
         self.failure = ""
@@ -296,10 +310,10 @@ class EventStore:
             for last, batch in self._journal.after(self._stored):
                 pieces.append(batch)
                 if sum(b.rows for b in pieces) >= limits.COMMIT_ROWS_MAX:
-                    writing.commit(pieces, (), self.clock.unix_ns(), last)
+                    writing.commit(pieces, (), self._now_ns(), last)
                     pieces = []
             if pieces:
-                writing.commit(pieces, (), self.clock.unix_ns(), last)
+                writing.commit(pieces, (), self._now_ns(), last)
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             raise StoreUnavailable(f"{self._journal.folder}: {error}") from error
         self._stored = self._journaled = last
@@ -411,7 +425,7 @@ class EventStore:
         writing = self._writing
         if writing is None:
             raise StoreUnavailable(self.failure or "the event store is closed")
-        now, began = self.clock.unix_ns(), self.clock.monotonic_ns()
+        now, began = self._now_ns(), self.clock.monotonic_ns()
         found = [o.batch for o in orders if o.batch is not None]
         derived = [(o.table, o.rows) for o in orders if o.rows is not None]
         number = max(o.number for o in orders)
@@ -440,6 +454,13 @@ class EventStore:
                 order.future.set_result(receipt)
         self._now_stored(number)
         self._tell(found)
+
+    def _now_ns(self) -> int:
+        """``received_ns`` of the next commit; above all others where rows are shipped by it, though the clock step."""
+        now = self.clock.unix_ns()
+        if self.lake is not None:
+            now = self._newest_ns = max(now, self._newest_ns + 1)
+        return now
 
     def _refuse(self, order: Order, error: Exception) -> None:
         says = f"rows refused by the event store: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -17,22 +17,27 @@ from lanterne.backend.store.marks import Key, Marks
 from lanterne.quality import Quality
 
 _ROLL_UP_SPANS = """
-INSERT INTO rank_steps
+INSERT INTO rank_steps (job, attempt, metric, rank, step, start_ns, value, received_ns)
 SELECT job, attempt, CASE WHEN kind = 'training.step' THEN 'step_ms' ELSE name || '_ms' END,
-       rank, step, start_ns, (end_ns - start_ns) / 1e6
+       rank, step, start_ns, (end_ns - start_ns) / 1e6, received_ns
 FROM incoming WHERE kind IN ('training.step', 'training.phase') AND rank >= 0 AND step >= 0
 """
 _ROLL_UP_WAITS = """
-INSERT INTO rank_steps
+INSERT INTO rank_steps (job, attempt, metric, rank, step, start_ns, value, received_ns)
 SELECT job, attempt, unnest(['lateness_ms', 'wait_ms', 'transfer_ms']), rank, step, 0,
-       unnest([max(lateness_ms), sum(wait_ms), sum(transfer_ms)])
+       unnest([max(lateness_ms), sum(wait_ms), sum(transfer_ms)]), max(received_ns)
 FROM incoming WHERE step >= 0 GROUP BY job, attempt, rank, step
 """
+_DERIVED = ("waits", "rank_steps", "clocks")
 _IN_DOUBT = """
 SELECT DISTINCT t.job, t.attempt, t.rank, t.sequence FROM {signal}_history t
 JOIN incoming d ON t.job = d.job AND t.attempt = d.attempt AND t.rank = d.rank
 WHERE t.sequence BETWEEN d.low AND d.high
 """
+
+
+def _stamped(rows: pa.Table, received_ns: int) -> pa.Table:
+    return rows.append_column("received_ns", pa.array(np.full(rows.num_rows, received_ns, np.int64)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,16 @@ class Receipt:
 
     stored: int
     duplicates: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the writer did since the start; read by ``/metrics``."""
+
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIGNALS, 0))
+    commits: int = 0
+    commit_seconds: float = 0.0
+    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -77,6 +92,7 @@ class Writing:
                 if chosen:
                     self._store(signal, chosen, duplicates, received_ns)
             for table, rows in derived:
+                rows = _stamped(rows, received_ns)
                 self._insert(table, rows)
                 if table == "waits":
                     self._run(_ROLL_UP_WAITS, rows)
@@ -91,6 +107,11 @@ class Writing:
         if sum(duplicates):
             self._quality.add("duplicate", sum(duplicates))
         return [Receipt(b.rows - d, d) for b, d in zip(found, duplicates, strict=True)]
+
+    def newest_ns(self) -> int:
+        """The largest ``received_ns`` of all tables; 0 = no row."""
+        newest = " UNION ALL ".join(f"SELECT max(received_ns) AS t FROM {t}" for t in (*SIGNALS, *_DERIVED))
+        return int(self.cursor.execute(f"SELECT coalesce(max(t), 0) FROM ({newest})").fetchall()[0][0])
 
     def journaled(self) -> int:
         """Number of the last record of the journal that is stored."""
@@ -172,7 +193,7 @@ class Writing:
         if not tables:
             return
         rows = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
-        rows = rows.append_column("received_ns", pa.array(np.full(rows.num_rows, received_ns, np.int64)))
+        rows = _stamped(rows, received_ns)
         self._insert(signal, rows)
         if signal == "spans":
             self._run(_ROLL_UP_SPANS, rows)

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
+from lanterne.settings import ServerSettings
+
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("lanterne", "trainer", "lanterne-b")
+OURS = ("lanterne", "trainer", "lanterne-a", "lanterne-b")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,10 @@ def healthy(service: dict[str, Any], port: int, seconds: float) -> bool:
 
 def start_backend(service: dict[str, Any], folder: Path, port: int) -> subprocess.Popen[bytes]:
     replace = {"4318": str(port), "4317": str(free_port()), "/data": str(folder / "data"), "0.0.0.0": "127.0.0.1"}
-    settings = {"postgresql+psycopg://lanterne:lanterne@postgres:5432/lanterne": f"sqlite:///{folder / 'control.db'}"}
+    settings = {
+        "postgresql+psycopg://lanterne:lanterne@postgres:5432/lanterne": f"sqlite:///{folder / 'control.db'}",
+        "postgres:dbname=lanterne host=postgres user=lanterne password=lanterne|/lake": "",
+    }
     return subprocess.Popen(command(service, replace), env=environment(service, settings))
 
 
@@ -121,3 +126,17 @@ def test_every_service_of_ours_names_things_that_exist(compose: dict[str, Any]) 
     assert (ROOT / "examples" / "otel-collector.yaml").exists()
     used = {v.split(":")[0] for s in services.values() for v in s.get("volumes", []) if not v.startswith(("./", "/"))}
     assert used == set(compose["volumes"])
+
+
+def test_the_kubernetes_example_sets_what_the_server_knows() -> None:
+    known = {f"LANTERNE_{name.upper()}" for name in get_type_hints(ServerSettings)}
+    text = (ROOT / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
+    kinds = {part["kind"]: part for part in yaml.safe_load_all(text)}
+    assert {"Secret", "Service", "StatefulSet", "PersistentVolumeClaim"} <= set(kinds)
+    spec = kinds["StatefulSet"]["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    assert {e["name"] for e in container["env"]} <= known
+    mounted = {m["name"] for m in container["volumeMounts"]}
+    claimed = {c["metadata"]["name"] for c in kinds["StatefulSet"]["spec"]["volumeClaimTemplates"]}
+    assert mounted == claimed | {v["name"] for v in spec["volumes"]}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"

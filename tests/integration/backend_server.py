@@ -30,10 +30,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(data: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def serve(data: Path, **settings: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The server and its base URL, when it is ready; ``settings`` go to its environment."""
     port = free_port()
     command = [sys.executable, "-m", "lanterne", "serve", "--port", str(port), "--grpc-port", "0", "--data", str(data)]
-    env = {**os.environ, "LANTERNE_DASHBOARD": "0", "LANTERNE_MEMORY_LIMIT": "1GB", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "LANTERNE_DASHBOARD": "0", "LANTERNE_MEMORY_LIMIT": "1GB", "OMP_NUM_THREADS": "1", **settings}
     process = subprocess.Popen(command, env=env)
     base = f"http://127.0.0.1:{port}"
     try:
@@ -58,9 +59,9 @@ def span(n: int) -> Event:
     )  # fmt: skip
 
 
-def body(rank: int, numbers: range) -> bytes:
-    """Spans with these sequences of one rank of the job ``crash``."""
-    who = Identity(job="crash", rank=rank, world_size=RANKS, host="h")
+def body(rank: int, numbers: range, job: str = "crash") -> bytes:
+    """Spans with these sequences of one rank of a job."""
+    who = Identity(job=job, rank=rank, world_size=RANKS, host="h")
     request = wire.encode(who, [span(n) for n in numbers]).traces
     assert request is not None
     raw: bytes = request.SerializeToString()
