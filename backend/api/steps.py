@@ -25,6 +25,7 @@ from lanterne.backend.api.context import (
 from lanterne.backend.api.lanes import chrome_trace, lanes
 from lanterne.backend.api.problems import Problem
 from lanterne.backend.api.queries import finite
+from lanterne.backend.detect.bandwidth import bus_factor
 from lanterne.backend.store.records import rfc3339
 from lanterne.nouns import group_ranks
 
@@ -35,15 +36,13 @@ SELECT DISTINCT metric FROM rank_steps
 WHERE job = ? AND attempt = ? AND step BETWEEN ? AND ?
   AND metric NOT IN ('step_ms', 'wait_ms', 'lateness_ms', 'transfer_ms')
 """
-_BUS_FACTOR = {"all_reduce": 2.0, "allreduce": 2.0}
-"""Bus bytes a payload byte as n grows; times (n-1)/n (nccl-tests, doc/PERFORMANCE.md). Others: 1."""
 
 
 def bus_bandwidth(op: str, size: int, members: int, transfer_ms: float | None) -> float | None:
     """GB/s on the busiest link, from payload bytes; None where the transfer time is not known."""
     if not transfer_ms or transfer_ms <= 0 or size <= 0 or members < 2:
         return None
-    return _BUS_FACTOR.get(op, 1.0) * (members - 1) / members * size / (transfer_ms * 1e6)
+    return (bus_factor(op, members) or 1.0) * size / (transfer_ms * 1e6)
 
 
 @router.get("/jobs/{job}/steps", response_model=shapes.Page[shapes.StepRow])

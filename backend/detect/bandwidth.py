@@ -40,15 +40,17 @@ class Speed:
 
 
 def bus_factor(op: str, ranks: int) -> float | None:
-    """Bus over algorithm bandwidth of an operation (nccl-tests, PERFORMANCE.md); None where the bytes are unclear.
+    """Bus over algorithm bandwidth of an operation (nccl-tests, PERFORMANCE.md); None for operations without one.
 
-    >>> bus_factor("all_reduce", 8), bus_factor("broadcast", 8), bus_factor("send", 2)
-    (1.75, 1.0, None)
+    Bytes are those of the whole: the gathered output, the input that is scattered.
+
+    >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8), bus_factor("broadcast", 8), bus_factor("send", 2)
+    (1.75, 0.875, 1.0, None)
     """
     name = op.lower().replace("_", "")
     if "allreduce" in name:
         return 2 * (ranks - 1) / ranks
-    if "reducescatter" in name:
+    if any(part in name for part in ("allgather", "reducescatter", "alltoall")):
         return (ranks - 1) / ranks
     return 1.0 if name.startswith(("broadcast", "reduce")) else None
 

@@ -121,7 +121,8 @@ def test_bandwidth_below_seven_tenths_of_the_best_breaks_the_rule(took: float, b
         ("node_gb_per_s=0.2", 1, "all_reduce", 0.39),
         ("network_gb_per_s=0.2", 2, "all_reduce", 0.39),
         ("network_gb_per_s=0.2", 1, "all_reduce", None),
-        ("node_gb_per_s=0.2", 1, "all_gather", None),
+        ("node_gb_per_s=0.2", 1, "all_gather", 0.2),
+        ("node_gb_per_s=0.2", 1, "scatter", None),
         ("", 2, "all_reduce", None),
     ],
 )
