@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Iterable
 from time import monotonic_ns
 
+from lanterne.collector.core import PythonCore
 from lanterne.collector.ring import Ring
 from lanterne.nouns import EventName
 
 SHED_ORDER = ("layer_norms", "ranges", "update_ratio", "fingerprint", "grad_norm", "checksum")
 """The dearest and least needed first. Steps, phases, loss, lr and collectives are never shed."""
-SHADOW_EVERY = 16
 SETTLE_STEPS = 128
 """Steps between two decisions, so that the effect of one is measured before the next."""
 FLOOR_NS = 150_000
@@ -23,16 +23,14 @@ FLOOR_NS = 150_000
 
 
 class OverheadMeter:
-    """``spent`` gathers nanoseconds of hooks on shadow steps; ``on`` says whether this step is one."""
+    """Takes stock after each shadow step of what the core gathered: ``core.spent`` (hooks) and ``core.recent()``."""
 
-    def __init__(self, ring: Ring, budget: float) -> None:
-        self.ring, self.budget = ring, budget
-        self.on, self.spent = False, 0
+    def __init__(self, ring: Ring, core: PythonCore, budget: float) -> None:
+        self.ring, self.core, self.budget = ring, core, budget
         self.shed: list[str] = []
-        self.hooks_ns = self.boundary_ns = self.step_ns = 0.0
-        self._boundaries: deque[int] = deque(maxlen=2 * SHADOW_EVERY)
+        self.hooks_ns = self.boundary_ns = 0.0
         self._hooks: deque[int] = deque(maxlen=8)
-        self._steps = self._since = 0
+        self._since = 0
 
     def allows(self, source: str) -> bool:
         """Is this source still on?"""
@@ -43,28 +41,24 @@ class OverheadMeter:
         """Cost of the collector a step in ns: hooks and boundary, undisturbed (the lower quartile of recent ones)."""
         return self.hooks_ns + self.boundary_ns
 
-    def step_closed(self, step: int, took_ns: int, boundary_ns: int) -> None:
-        """Account one step of ``took_ns``, of which the boundary took ``boundary_ns``."""
-        steps = self._steps = self._steps + 1
-        self.step_ns += (took_ns - self.step_ns) * (0.1 if steps > 10 else 1.0 / steps)
-        self._boundaries.append(boundary_ns)
-        if self.on:
-            self._hooks.append(self.spent)
-            # a run during which the core was taken away says nothing about our cost
-            self.hooks_ns = _lower_quartile(self._hooks)
-            self.boundary_ns = _lower_quartile(self._boundaries)
-            self.ring.metric("lanterne.collector.time", step - 1, monotonic_ns(), self.cost_ns * 1e-9)
-            self._decide(step)
-        self.spent = 0
-        self.on = steps % SHADOW_EVERY == SHADOW_EVERY - 1
+    def shadow(self) -> None:
+        """A shadow step has ended: account it."""
+        core = self.core
+        self._hooks.append(core.spent)
+        core.spent = 0
+        # a run during which the core was taken away says nothing about our cost
+        self.hooks_ns = _lower_quartile(self._hooks)
+        self.boundary_ns = _lower_quartile(core.recent())
+        self.ring.metric("lanterne.collector.time", core.step - 1, monotonic_ns(), self.cost_ns * 1e-9)
+        self._decide(core.step)
 
     def _decide(self, step: int) -> None:
-        allowed = max(self.budget * self.step_ns, FLOOR_NS)
-        if self.cost_ns <= allowed or self._steps - self._since < SETTLE_STEPS or len(self.shed) == len(SHED_ORDER):
+        allowed = max(self.budget * self.core.step_ns, FLOOR_NS)
+        if self.cost_ns <= allowed or self.core.steps - self._since < SETTLE_STEPS or len(self.shed) == len(SHED_ORDER):
             return
         source = SHED_ORDER[len(self.shed)]
         self.shed.append(source)
-        self._since = self._steps
+        self._since = self.core.steps
         said = {"source": source, "overhead_us": round(self.cost_ns / 1e3, 1), "budget_us": round(allowed / 1e3, 1)}
         self.ring.note(EventName.SHED, step, monotonic_ns(), said)
         self.ring.count("shed")

@@ -54,6 +54,7 @@ class Ring:
     eight values, label id, text id, aux)`` up to eight values at one instant, the valid ones marked in ``mask`` (a
     metrics record names them in one interned text, joined by ``SEPARATOR``); ``event`` a short event, ``note`` an event
     with text; ``progress(step, phase id, since, last)`` shows where the rank is. Times are CLOCK_MONOTONIC in ns.
+    ``take()`` gives the number of the next record. A compiled core (``core.py``) puts its own writers in their place.
     """
 
     def __init__(
@@ -64,15 +65,14 @@ class Ring:
         self.path, self.notes_path = folder / f"rank-{rank}.ring", folder / f"rank-{rank}.notes"
         self.notes_path.unlink(missing_ok=True)
         region = blackbox.STRING_REGION_BYTES
-        self._base, self._mask = blackbox.HEADER_BYTES + region, records - 1
-        self._map = create_mapped(self.path, self._base + records * blackbox.RECORD.size)
+        self.base, self.records = blackbox.HEADER_BYTES + region, records
+        self.map = create_mapped(self.path, self.base + records * blackbox.RECORD.size)
         self.clock_pair = (clock.monotonic_ns(), clock.unix_ns())
         blackbox.HEADER.pack_into(
-            self._map, 0, blackbox.RING_MAGIC, blackbox.RECORD.size, records, self.clock_pair[1], *self.clock_pair,
+            self.map, 0, blackbox.RING_MAGIC, blackbox.RECORD.size, records, self.clock_pair[1], *self.clock_pair,
             os.getpid(), region, 0, 0,
         )  # fmt: skip
-        blackbox.PROGRESS.pack_into(self._map, blackbox.PROGRESS_AT, -1, 0, 0, 0, 0)
-        self._numbers = count()
+        blackbox.PROGRESS.pack_into(self.map, blackbox.PROGRESS_AT, -1, 0, 0, 0, 0)
         self._strings: dict[str, int] = {"": 0}
         self._string_bytes = 0
         self._string_lock = threading.Lock()
@@ -83,9 +83,9 @@ class Ring:
 
     def _bind(self) -> None:
         """Build the writers as closures over locals: a third of the cost of attribute look-ups."""
-        size, base, mask = blackbox.RECORD.size, self._base, self._mask
+        size, base, mask = blackbox.RECORD.size, self.base, self.records - 1
         pack, pack_span = blackbox.RECORD.pack_into, blackbox.SPAN.pack_into
-        view, take = self._map, self._numbers.__next__
+        view, take = self.map, count().__next__
         show, progress_at = struct.Struct("<qqqI").pack_into, blackbox.PROGRESS_AT
 
         def span(kind: int, times: int, name: int, step: int, at: int, duration: int) -> None:
@@ -120,6 +120,7 @@ class Ring:
         self.span = span
         self.record = record
         self.progress = progress
+        self.take = take
 
     # --- strings ----------------------------------------------------------------------------------
 
@@ -137,9 +138,9 @@ class Ring:
                 self.count("notes_dropped")
                 return 0
             start = blackbox.HEADER_BYTES + self._string_bytes
-            self._map[start : start + 4 + len(raw)] = blackbox.STRING.pack(len(raw)) + raw
+            self.map[start : start + 4 + len(raw)] = blackbox.STRING.pack(len(raw)) + raw
             number = len(self._strings)
-            struct.pack_into("<II", self._map, blackbox.STRINGS_AT, end, number)
+            struct.pack_into("<II", self.map, blackbox.STRINGS_AT, end, number)
             self._string_bytes = end
             self._strings[text] = number
             return number
@@ -176,10 +177,11 @@ class Ring:
     ) -> None:
         """One thing that a device did (``kind``: kernel, memcpy, …); ``size`` is bytes of a copy, else 0."""
         label, called = self.intern(kind), self.intern(name)
-        n = next(self._numbers)
+        n = self.take()
+        at_record = self.base + (n & self.records - 1) * blackbox.RECORD.size
         blackbox.RECORD.pack_into(
-            self._map, self._base + (n & self._mask) * blackbox.RECORD.size, n + 1, KERNEL_RECORD, 0, called, step, at,
-            duration, device, stream, size, *_ZEROS[3:], label, 0, 0, n + 1,
+            self.map, at_record, n + 1, KERNEL_RECORD, 0, called, step, at, duration, device, stream, size, *_ZEROS[3:],
+            label, 0, 0, n + 1,
         )  # fmt: skip
 
     def note(self, name: str, step: int, at: int, attributes: Mapping[str, Any], body: str = "") -> None:
@@ -209,10 +211,10 @@ class Ring:
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter of ``blackbox.COUNTERS`` in the header, for readers to report."""
         self._counts[name] += n
-        blackbox.WORD.pack_into(self._map, blackbox.COUNTERS_AT + 8 * blackbox.COUNTERS.index(name), self._counts[name])
+        blackbox.WORD.pack_into(self.map, blackbox.COUNTERS_AT + 8 * blackbox.COUNTERS.index(name), self._counts[name])
 
     def say_closed(self) -> None:
-        struct.pack_into("<I", self._map, blackbox.PROGRESS_AT + 28, 1)
+        struct.pack_into("<I", self.map, blackbox.PROGRESS_AT + 28, 1)
 
 
 def _private(path: str, flags: int) -> int:

@@ -19,7 +19,9 @@ from time import monotonic_ns
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
+from lanterne.collector import core as cores
 from lanterne.collector import identity as identities
+from lanterne.collector.core import DATA_WAIT, PHASES
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.ring import Ring
 from lanterne.collector.sources.checkpoint import CheckpointSource
@@ -41,7 +43,7 @@ from lanterne.collector.sources.nccl import NcclSource
 from lanterne.collector.sources.patches import Patches
 from lanterne.collector.sources.probe import ProbeSource
 from lanterne.collector.sources.training import TrainingHooks
-from lanterne.collector.steps import DATA_WAIT, PHASES, Recorder
+from lanterne.collector.steps import Recorder
 from lanterne.errors import LanterneError
 from lanterne.nouns import AttributeValue, EventName, Identity, Phase
 from lanterne.settings import CollectorSettings, load
@@ -84,13 +86,15 @@ class Session:
         settings, rank = self.settings, self.identity.rank
         self.folder = identities.session_dir(settings, self.identity)
         ring = self.ring = Ring(self.folder, rank, settings.ring_records)
-        meter = self.meter = OverheadMeter(ring, settings.overhead_budget)
-        recorder = self.recorder = Recorder(ring, meter, first_step=self._first_step, window=settings.spikeness_window)
         collectives = self.collectives = Collectives(self.folder, rank, ring, settings.tap)
-        recorder.tell_step = collectives.tap.tell_step
-        recorder.tell_step(self._first_step)
+        core = self.core = cores.make(
+            ring, collectives.tap, first_step=self._first_step, window=settings.spikeness_window,
+            compiled=settings.tap != "python",
+        )  # fmt: skip
         for name in ("flops_per_step", "flops_per_sample", "peak_flops"):
-            setattr(recorder, name, float(self._given.get(name) or 0.0))
+            setattr(core, name, float(self._given.get(name) or 0.0))
+        meter = self.meter = OverheadMeter(ring, core, settings.overhead_budget)
+        recorder = self.recorder = Recorder(ring, core, meter)
         self._install(recorder, meter)
         self._write_about()
         self.enabled = True
@@ -108,8 +112,7 @@ class Session:
             every=self.settings.grad_norm_every, replicated=is_replicated(self.model, self.identity.world_size),
         )  # fmt: skip
         hooks = self._hooks = TrainingHooks(
-            recorder, meter, gradients, self.collectives.tap,
-            optimizer=given.get("optimizer"), scheduler=given.get("scheduler"),
+            recorder, gradients, optimizer=given.get("optimizer"), scheduler=given.get("scheduler")
         )  # fmt: skip
         self._data = DataLoaderSource(recorder, meter)
         self._checkpoints = CheckpointSource(recorder)
@@ -117,11 +120,10 @@ class Session:
         self._kernels = ProbeSource(
             recorder.ring, every=self.settings.kernels_every, cupti=self.settings.probe_cupti
         )  # fmt: skip
-        recorder.before_close.append(gradients.before_close)
-        recorder.at_boundary += [self.collectives.look, self._checkpoints.look, self._every_so_often]
         nccl = NcclSource(recorder.ring, every=self.settings.kernels_every)
         compiles = CompileSource(recorder, patches)
-        recorder.at_boundary += [self._kernels.boundary, nccl.boundary, compiles.look]
+        recorder.at_boundary += [self.collectives.look, self._kernels.boundary, nccl.boundary, compiles.look]
+        recorder.now_and_then += [self._checkpoints.look, self._every_so_often]
         self._try("compile", compiles.look)
         self._try("training hooks", lambda: hooks.install(patches, self.model))
         self._try("data loader", lambda: self._data.install(patches))
@@ -136,8 +138,8 @@ class Session:
 
     def _found_model(self, model: Any) -> None:
         """The model was not given to ``attach`` and has just been seen at work."""
-        self.model = self.gradients.model = model
-        self.gradients.replicated = is_replicated(model, self.identity.world_size)
+        self.model = model
+        self.gradients.follow(model, replicated=is_replicated(model, self.identity.world_size))
         self._inject()
 
     def _inject(self) -> None:
@@ -268,9 +270,9 @@ class Session:
         try:
             for name, value in values.items():
                 if name == "loss":
-                    recorder.loss(value if hasattr(value, "detach") else float(value), explicit=True)
+                    recorder.core.loss(value if hasattr(value, "detach") else float(value), True)
                 elif name in {"samples", "tokens"}:
-                    setattr(recorder, name, int(value))
+                    setattr(recorder.core, name, int(value))
                 elif name == "grad_norm" and self._hooks is not None:
                     self._hooks.took_norm(value)
                 else:
@@ -291,12 +293,12 @@ class Session:
             return
         recorder = self.recorder
         index = _PHASE_INDEX.get(name, _PHASE_INDEX[Phase.OTHER.value])
-        before, recorder.user_phase = recorder.user_phase, index
+        before, recorder.core.user_phase = recorder.core.user_phase, index
         began = recorder.enter(index)
         try:
             yield
         finally:
-            recorder.user_phase = before
+            recorder.core.user_phase = before
             if before < 0:
                 recorder.leave(index, began)
 
@@ -306,6 +308,7 @@ class Session:
         if self.enabled and start_step and self.recorder.step == self._first_step:
             self._first_step = start_step
             self.recorder.begin_at(start_step)
+            self.collectives.tap.tell_step(start_step)
 
     def on_step_boundary(self, call: Callable[[int], None], /) -> None:
         """Call ``call(step)`` at each step boundary, on the training thread, with the step that begins."""

@@ -43,7 +43,8 @@ class CollectorSettings:
     compression: str = ""
     """``zstd``, ``gzip`` or ``none``; default OTEL_EXPORTER_OTLP_COMPRESSION, else gzip."""
     tap: str = "auto"
-    """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapping), ``python`` or ``off``."""
+    """How collectives are seen: ``auto`` (C++ tap, else torch's hooks, else wrapping), ``python`` (nothing
+    compiled is loaded) or ``off``."""
     kernels_every: int = 100
     """Steps between windows of the kernel probe where a CUDA device is in use; 0 = on triggers only."""
     probe_cupti: str = ""

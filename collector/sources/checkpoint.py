@@ -19,8 +19,9 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
+from lanterne.collector.core import CHECKPOINT
 from lanterne.collector.sources.patches import Patches
-from lanterne.collector.steps import CHECKPOINT, Recorder
+from lanterne.collector.steps import Recorder
 from lanterne.nouns import EventName
 
 VERIFY_BYTES_MAX = 2 << 30
@@ -104,7 +105,7 @@ class CheckpointSource:
             path = target(args, kwargs)
             if path is None or self._depth:
                 return original(*args, **kwargs)
-            outermost = recorder.user_phase < 0
+            outermost = recorder.core.user_phase < 0
             began = recorder.enter(CHECKPOINT) if outermost else monotonic_ns()
             self._depth += 1
             try:

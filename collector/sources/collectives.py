@@ -56,6 +56,10 @@ class TapFile:
         """Reductions entered with non-finite gradients so far."""
         return int(_WORD.unpack_from(self.map, blackbox.TAP_HITS_AT)[0])
 
+    def buckets(self) -> int:
+        """Reductions of local gradients since the squares were last taken."""
+        return int(_SUMS.unpack_from(self.map, blackbox.TAP_HITS_AT)[3])
+
     def take_squares(self) -> tuple[float, int]:
         """(sum of squares of local gradients that entered a reduction, number of calls) since the last take."""
         _, _, squares, buckets = _SUMS.unpack_from(self.map, blackbox.TAP_HITS_AT)

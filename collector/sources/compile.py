@@ -12,8 +12,9 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
+from lanterne.collector.core import COMPILE
 from lanterne.collector.sources.patches import Patches
-from lanterne.collector.steps import COMPILE, Recorder
+from lanterne.collector.steps import Recorder
 from lanterne.nouns import EventName
 
 TOLD_MAX = 64
@@ -50,7 +51,7 @@ class CompileSource:
 
     def _starts(self, *_: Any) -> None:
         try:
-            began = self.recorder.enter(COMPILE) if self.recorder.user_phase < 0 else monotonic_ns()
+            began = self.recorder.enter(COMPILE) if self.recorder.core.user_phase < 0 else monotonic_ns()
             self._began[threading.get_ident()] = began
         except Exception as error:
             self.recorder.failed("compile", error)
@@ -60,7 +61,7 @@ class CompileSource:
             began = self._began.pop(threading.get_ident(), 0)
             if not began:
                 return
-            if self.recorder.user_phase < 0:
+            if self.recorder.core.user_phase < 0:
                 self.recorder.leave(COMPILE, began)
             self._count(str(getattr(given[0], "compile_id", "")) if given else "", monotonic_ns() - began)
         except Exception as error:

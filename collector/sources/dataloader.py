@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from ctypes import string_at
-from functools import cache
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from lanterne.blackbox_files import EVENT_RECORD, LIST_KEY
+from lanterne.collector.core import DATA_WAIT, fingerprint
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.sources.patches import Patches
-from lanterne.collector.steps import DATA_WAIT, Recorder
-from lanterne.nouns import EventName
+from lanterne.collector.steps import Recorder
 
 if TYPE_CHECKING:
     import torch
 
-IDS_HASHED, IDS_TOLD, BYTES_HASHED = 64, 8, 64
+IDS_HASHED, IDS_TOLD = 64, 8
 _ZEROS = (0.0,) * 8
 TOKEN_KEYS = ("input_ids", "tokens", "inputs")
 _MASK64 = (1 << 64) - 1
@@ -52,33 +49,22 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 
 def fingerprint_of_values(batch: Any) -> int | None:
-    """64 bits from 192 bytes of the first tensor (start, middle, end); None for data on a device or not contiguous."""
-    first = next(tensors_in(batch), None)
-    if first is None or first.layout is not _strided() or first.device.type != "cpu" or not first.is_contiguous():
-        return None
-    at, size = first.data_ptr(), first.nbytes
-    if not size:
-        return None
-    length = min(BYTES_HASHED, size)
-    head = string_at(at, length) + string_at(at + (size - length) // 2, length)
-    return crc32(head) << 32 | crc32(string_at(at + size - length, length), size & 0xFFFFFFFF)
-
-
-@cache
-def _strided() -> Any:
+    """:func:`core.fingerprint` of the first tensor; None for data on a device or not contiguous."""
     import torch
 
-    return torch.strided
+    first = next(tensors_in(batch), None)
+    if first is None or first.layout is not torch.strided or first.device.type != "cpu" or not first.is_contiguous():
+        return None
+    return fingerprint(first)
 
 
 class DataLoaderSource:
     """Times ``next`` of every DataLoader and describes the batches that training takes."""
 
     def __init__(self, recorder: Recorder, meter: OverheadMeter) -> None:
-        self.recorder, self.meter = recorder, meter
+        self.recorder, self.core, self.meter = recorder, recorder.core, meter
         intern = recorder.ring.intern
-        self._name, self._keys = intern(EventName.BATCH.value), intern(LIST_KEY + "sample_ids")
-        self._aux = intern("fingerprint")
+        self._keys = intern(LIST_KEY + "sample_ids")
         self.outer = False  # session.steps is timing this very ``next``
 
     def install(self, patches: Patches) -> None:
@@ -89,10 +75,10 @@ class DataLoaderSource:
         patches.wrap(_BaseDataLoaderIter, "_next_index", self._indexed)
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, meter = self.recorder, self.meter
+        recorder, core = self.recorder, self.core
 
         def next_batch(iterator: Any) -> Any:
-            if self.outer or recorder.user_phase >= 0:
+            if self.outer or core.user_phase >= 0:
                 return original(iterator)
             began = recorder.enter(DATA_WAIT)
             try:
@@ -101,8 +87,8 @@ class DataLoaderSource:
                 recorder.leave(DATA_WAIT, began)
             at = monotonic_ns()
             self.took(batch, iterator)
-            if meter.on:
-                meter.spent += monotonic_ns() - at
+            if core.on:
+                core.spent += monotonic_ns() - at
             return batch
 
         return next_batch
@@ -121,15 +107,18 @@ class DataLoaderSource:
 
     def took(self, batch: Any, iterator: Any) -> None:
         """Training took this batch: count its work and write its fingerprint."""
-        recorder = self.recorder
+        core = self.core
         try:
+            kept = getattr(iterator, _IDS, None)
+            marked = not self.meter.shed or self.meter.allows("fingerprint")
+            if not kept and core.took(batch, marked):
+                return
             samples, tokens = size_of(batch)
-            recorder.samples += samples
-            recorder.tokens += tokens
-            if not self.meter.allows("fingerprint"):
+            core.samples += samples
+            core.tokens += tokens
+            if not marked:
                 return
             ids: list[int] = []
-            kept = getattr(iterator, _IDS, None)
             if kept:
                 ids = kept.popleft()
             if not ids or not isinstance(ids[0], int):
@@ -137,13 +126,13 @@ class DataLoaderSource:
             mark = hash((len(ids), *ids[:IDS_HASHED])) & _MASK64 if ids else fingerprint_of_values(batch)
             if mark is not None:
                 told = tuple(map(float, ids[:IDS_TOLD])) if ids else ()
-                recorder.record(
-                    EVENT_RECORD, (1 << len(told)) - 1, self._name, recorder.step, monotonic_ns(),
-                    told + _ZEROS[len(told) :], self._keys if told else 0, self._aux,
+                self.recorder.ring.record(
+                    EVENT_RECORD, (1 << len(told)) - 1, core.batch_id, core.step, monotonic_ns(),
+                    told + _ZEROS[len(told) :], self._keys if told else 0, core.fingerprint_id,
                     mark - (1 << 64) if mark >> 63 else mark,
                 )  # fmt: skip
         except Exception as error:
-            recorder.failed("batch", error)
+            self.recorder.failed("batch", error)
 
 
 def sampler_facts(loader: Any) -> dict[str, Any]:

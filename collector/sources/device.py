@@ -39,7 +39,7 @@ class DeviceValues:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._waiting: deque[tuple[Any, Callable[[Read], None]]] = deque()
+        self.waiting: deque[tuple[Any, Callable[[Read], None]]] = deque()
         self.dropped = 0
 
     def settle(self, values: Any) -> None:
@@ -47,7 +47,7 @@ class DeviceValues:
         kept = (*values.losses, values.grad_norm, values.local_norm, values.update_ratio, values.checksum)
         tensors = [v for v in kept if v is not None and v.__class__ is not float and on_device(v)]
         if not tensors:
-            if self._waiting:
+            if self.waiting:
                 self.poll()
             self._report(values, read_now)
             return
@@ -82,21 +82,21 @@ class DeviceValues:
         if tensor.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(tensor.device))
-        if len(self._waiting) >= limits.HELD_TENSORS_MAX:
-            self._waiting.popleft()
+        if len(self.waiting) >= limits.HELD_TENSORS_MAX:
+            self.waiting.popleft()
             self.dropped += 1
-        self._waiting.append((event, then))
+        self.waiting.append((event, then))
         self.poll()
 
     def poll(self) -> None:
         """Report what has arrived; never waits."""
-        while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
-            self._waiting.popleft()[1](read_now)
+        while self.waiting and (self.waiting[0][0] is None or self.waiting[0][0].query()):
+            self.waiting.popleft()[1](read_now)
 
     def finish(self) -> None:
         """Wait for the device and report everything that is left."""
-        while self._waiting:
-            event, then = self._waiting.popleft()
+        while self.waiting:
+            event, then = self.waiting.popleft()
             if event is not None:
                 event.synchronize()
             then(read_now)

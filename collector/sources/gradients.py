@@ -6,10 +6,11 @@ are touched under FSDP2 and tensor parallelism: reading more would be a collecti
 
 from __future__ import annotations
 
-from math import sqrt
+from math import nan
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from lanterne.collector.core import AVERAGING, HITS, NORM, RATIO
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.sources.collectives import TapFile
 from lanterne.collector.sources.device import local, on_device
@@ -70,60 +71,63 @@ class Gradients:
     """``model`` may be wrapped (DDP, FSDP); ``replicated`` says that all ranks hold the same parameters."""
 
     def __init__(
-        self, recorder: Recorder, meter: OverheadMeter, tap: TapFile | None, model: Any, *, every: int, replicated: bool
+        self, recorder: Recorder, meter: OverheadMeter, tap: TapFile, model: Any, *, every: int, replicated: bool
     ) -> None:
-        self.recorder, self.meter, self.tap, self.model = recorder, meter, tap, model
+        self.recorder, self.meter, self.tap, self.core = recorder, meter, tap, recorder.core
         self.norms, self.ratios, self.sums = Interval(every), Interval(UPDATE_EVERY), Interval(CHECKSUM_EVERY)
-        self.replicated = replicated
         self._asked = False
-        self._hits = tap.hits() if tap is not None else 0
-        self._averaging: tuple[float, Any] = 1.0, None  # what DDP divided by, and for which model that is known
         self._names: dict[int, str] | None = None
         self._layers: tuple[list[str], Any, int] | None = None
-        self._before: list[tuple[Any, Any]] = []
+        self.kept: list[tuple[Any, Any]] = []  # weights before the step, for its update ratio
+        self.follow(model, replicated=replicated)
+        self._tell_intervals()
 
     # --- called by the hooks ----------------------------------------------------------------------
 
+    def follow(self, model: Any, *, replicated: bool) -> None:
+        """``model`` is the one that trains."""
+        self.model, self._names, self._layers, self.core.averaging = model, None, None, nan
+        if replicated and self.before_close not in self.recorder.before_close:
+            self.recorder.before_close.append(self.before_close)
+
+    def _tell_intervals(self) -> None:
+        self.core.norm_every, self.core.ratio_every = self.norms.every, self.ratios.every
+
     def suspect(self) -> None:
-        """Before clipping or stepping: did a reduction of this step begin with non-finite values of *this* rank?"""
-        if self.tap is None or self.tap.hits() == self._hits:
-            return
-        self._hits = self.tap.hits()
+        """Before clipping or stepping: a reduction of this step began with non-finite values of *this* rank."""
+        self.core.hits_seen = self.tap.hits()
         name, count = self._first_nonfinite()
-        self.recorder.values.nonfinite = float(count)
+        self.core.nonfinite = float(count)
         self.recorder.nonfinite(
             "gradient", self.recorder.step, float("nan"), parameter=name, count=count, reduced=False
         )
 
-    def before_step(self, optimizer: Any) -> None:
-        """In the optimizer's pre-hook, gradients reduced and unscaled."""
-        self.suspect()
-        values, step = self.recorder.values, self.recorder.step
-        if self.tap is not None:
-            squares, buckets = self.tap.take_squares()
-            if buckets:
-                values.local_norm = sqrt(squares) * self._bucket_factor()
-        step_ns = self.meter.step_ns
-        if values.grad_norm is None and self.norms.due(step) and self.meter.allows("grad_norm"):
+    def before_step(self, optimizer: Any, left: int) -> None:
+        """In the optimizer's pre-hook, gradients reduced and unscaled: what the core has left to do."""
+        if left & HITS:
+            self.suspect()
+        if left & AVERAGING:
+            self.core.averaging = self._bucket_factor()
+            self.core.take_squares()
+        if left & NORM and self.meter.allows("grad_norm"):
             began = monotonic_ns()
             self._norms(optimizer)
-            self.norms.cost(monotonic_ns() - began, step_ns)
-        if self.ratios.due(step) and step and self.meter.allows("update_ratio"):
-            self._before = self._sample_weights(optimizer)
+            self.norms.cost(monotonic_ns() - began, self.core.step_ns)
+            self._tell_intervals()
+        if left & RATIO and self.meter.allows("update_ratio"):
+            self.kept = self._sample_weights(optimizer)
 
     def after_step(self) -> None:
         """In the optimizer's post-hook: relative size of the update, ||dw|| / ||w|| over the sampled tensors."""
-        if not self._before:
-            return
         import torch
 
-        pairs, self._before = self._before, []
+        pairs, self.kept = self.kept, []
         with torch.no_grad():
             now = [local(p.detach()) for p, _ in pairs]
             moved = torch._foreach_norm(torch._foreach_sub(now, [old for _, old in pairs]))
             size = torch._foreach_norm(now)
             ratio = torch.linalg.vector_norm(torch.stack(moved)) / torch.linalg.vector_norm(torch.stack(size))
-        self.recorder.values.update_ratio = ratio
+        self.core.update_ratio = ratio
 
     def recheck(self) -> None:
         """All ranks just put their parameters back: compare them at the next boundary, not at the next turn."""
@@ -132,11 +136,11 @@ class Gradients:
     def before_close(self, step: int) -> None:
         """At the boundary: a checksum of a rotating part of the parameters, at the same steps on all ranks."""
         asked, self._asked = self._asked, False
-        if not self.replicated or not (asked or self.sums.due(step)) or not self.meter.allows("checksum"):
+        if not (asked or self.sums.due(step)) or not self.meter.allows("checksum"):
             return
         began = monotonic_ns()
-        self.recorder.values.checksum = self._checksum(turn_of(step))
-        self.sums.cost(monotonic_ns() - began, self.meter.step_ns)
+        self.core.checksum = self._checksum(turn_of(step))
+        self.sums.cost(monotonic_ns() - began, self.core.step_ns)
 
     # --- norms ------------------------------------------------------------------------------------
 
@@ -152,9 +156,9 @@ class Gradients:
             total = torch.linalg.vector_norm(norms)
             sharded = any(g is not p.grad for g, p in zip(grads, params, strict=True))
             if sharded:
-                self.recorder.values.local_norm = total
+                self.core.local_norm = total
             else:
-                self.recorder.values.grad_norm = total
+                self.core.grad_norm = total
             if self.meter.allows("layer_norms"):
                 self._by_layer(params, norms, "training.grad_norm_local" if sharded else "training.grad_norm")
 
@@ -181,16 +185,10 @@ class Gradients:
         """What turns the norm of what DDP put into its buckets into the norm of the local gradient.
 
         DDP divides by the group's size while it fills a bucket, unless a communication hook does the averaging.
-        A scaled loss scales the gradients too.
         """
-        factor, known = self._averaging
-        if known is not self.model:
-            own = vars(self.model) if self.model is not None else {}
-            group = own.get("process_group") if "reducer" in own and not own.get("_comm_hooks") else None
-            factor = 1.0 if group is None else float(group.size())
-            self._averaging = factor, self.model
-        scale = self.recorder.loss_scale
-        return factor / scale if scale == scale and scale > 0 else factor
+        own = vars(self.model) if self.model is not None else {}
+        group = own.get("process_group") if "reducer" in own and not own.get("_comm_hooks") else None
+        return 1.0 if group is None else float(group.size())
 
     # --- names ------------------------------------------------------------------------------------
 

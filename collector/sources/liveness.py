@@ -164,7 +164,7 @@ class GarbageCollections:
             return
         took = monotonic_ns() - began
         recorder = self.recorder
-        recorder.values.gc_ns += took
+        recorder.core.gc_ns += took
         if took >= GC_EVENT_NS:
             recorder.ring.event(
                 EventName.GC_PAUSE, recorder.step, began, _GC_KEYS,

@@ -69,6 +69,7 @@ class Ranges:
     def __init__(self, recorder: Recorder, meter: OverheadMeter) -> None:
         self.recorder, self.meter = recorder, meter
         self.interval = Interval(RANGES_EVERY)
+        recorder.core.ranges_every = RANGES_EVERY
 
     def before_step(self, optimizer: Any, optimizer_steps: int) -> None:
         recorder = self.recorder
@@ -77,7 +78,8 @@ class Ranges:
         if recorder.step and self.interval.due(recorder.step) and self.meter.allows("ranges"):
             began = monotonic_ns()
             self._sample(optimizer, recorder.step // self.interval.every)
-            self.interval.cost(monotonic_ns() - began, self.meter.step_ns)
+            self.interval.cost(monotonic_ns() - began, recorder.core.step_ns)
+            recorder.core.ranges_every = self.interval.every
 
     def _sample(self, optimizer: Any, turn: int) -> None:
         import torch
@@ -92,7 +94,7 @@ class Ranges:
             if not flat:
                 return
             parts = [f[(turn * each) % max(f.numel() - each, 1) :][:each].float() for f in flat]
-            scale, x = _scale(self.recorder.loss_scale), torch.cat(parts)
+            scale, x = _scale(self.recorder.core.loss_scale), torch.cat(parts)
             fp8 = torch.cat([scaled_to(NARROW["e4m3"][0], part) for part in parts])
             spread = torch.where(torch.isfinite(x), x, 0.0).std(correction=0)
             found = torch.cat([shares(x * scale, "fp16"), shares(fp8, "e4m3"), spread[None]])

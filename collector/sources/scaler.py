@@ -77,7 +77,7 @@ class ScalerSource:
 
         def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(outputs, "ndim", None) == 0 and scaler.is_enabled():
-                recorder.loss(outputs)
+                recorder.core.loss(outputs)
                 self.active = True
                 self.called("scale")
                 self.scaling = True  # what backward is called on is this loss again, scaled
@@ -150,6 +150,6 @@ class ScalerSource:
 
     def _write(self, step: int, at: int, three: list[float]) -> None:
         before, after, skipped = three
-        self.recorder.loss_scale = before
+        self.recorder.core.loss_scale = before
         if skipped:
             self.recorder.ring.event(EventName.OVERFLOW, step, at, _KEYS, (before, after))

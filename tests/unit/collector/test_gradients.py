@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lanterne.collector import core as cores
 from lanterne.collector.overhead import OverheadMeter
 from lanterne.collector.ring import Ring
 from lanterne.collector.sources import gradients
+from lanterne.collector.sources.collectives import TapFile
 from lanterne.collector.sources.gradients import CHECKSUM_EVERY, Gradients, turn_of
 from lanterne.collector.steps import Recorder
 
@@ -19,20 +21,20 @@ Make = Callable[[torch.nn.Module], Gradients]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    ring = Ring(tmp_path, 0, 1024)
+    ring, tap = Ring(tmp_path, 0, 1024), TapFile(tmp_path, 0)
 
     def made(model: torch.nn.Module) -> Gradients:
-        meter = OverheadMeter(ring, 0.005)
-        recorder = Recorder(ring, meter, first_step=0, window=50)
-        return Gradients(recorder, meter, None, model, every=10, replicated=True)
+        core = cores.make(ring, tap, first_step=0, window=50)
+        meter = OverheadMeter(ring, core, 0.005)
+        return Gradients(Recorder(ring, core, meter), meter, tap, model, every=10, replicated=True)
 
     return made
 
 
 def checksum(source: Gradients, step: int) -> int | None:
-    source.recorder.values.checksum = None
+    source.core.checksum = None
     source.before_close(step)
-    found = source.recorder.values.checksum
+    found = source.core.checksum
     return None if found is None else int(found)
 
 
