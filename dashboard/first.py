@@ -28,6 +28,8 @@ _NAMES = {"className": "class", "htmlFor": "for", "tabIndex": "tabindex", "dateT
 _KEPT = {"id", "title", "role", "scope", "type", "lang", "open", "placeholder", "value", "min", "max", "step"}
 _EMPTY = {"input", "br", "hr", "img"}
 _UNSEEN = {"Store", "Interval", "Location", "Download"}
+_AT_ONCE = ("theme", "live", "help")
+"""Buttons that the browser's own script answers."""
 _ADDRESS = re.compile(r"(/(?!/)|#|https?://)")
 
 
@@ -41,6 +43,8 @@ def html_of(node: Any) -> str:
         return escape(str(node), quote=False)
     found = node.to_plotly_json()
     props, kind = found["props"], str(found["type"])
+    if kind == "Button" and props.get("id") not in _AT_ONCE:
+        props = {**props, "disabled": True}  # its callback is not there yet
     if found["namespace"] == _HTML:
         return _element(kind.lower(), props)
     if found["namespace"] == _CORE and kind == "Link":

@@ -110,19 +110,24 @@ def graph(key: Any, figure: Mapping[str, Any] | None, says: str, height: int | N
 
 
 def table(head: Sequence[Node], rows: Iterable[Sequence[Node]], *, numeric: Iterable[int] = (), says: str = "") -> Node:
-    """A table; ``numeric`` columns are right-aligned, ``says`` is its caption for screen readers."""
+    """A table; ``numeric`` columns are right-aligned, ``says`` is its caption for screen readers and its file's name.
+
+    The browser's own script saves what it shows as CSV.
+    """
     right = set(numeric)
     kinds = ["num" if i in right else "" for i in range(len(head))]
     top = html.Thead(html.Tr([html.Th(h, className=k, scope="col") for h, k in zip(head, kinds, strict=True)]))
     body = [html.Tr([html.Td(c, className=k) for c, k in zip(row, kinds, strict=True)]) for row in rows]
     caption = [html.Caption(says, className="unseen")] if says else []
-    return html.Div(
+    region = html.Div(
         html.Table([*caption, top, html.Tbody(body)]),
         className="scroll",
         tabIndex=0,
         role="region",
         **aria(label=says),
     )
+    save = html.Button("CSV", type="button", className="button save", title=f"save as CSV: {says or 'this table'}")
+    return html.Div([region, save], className="tabled")
 
 
 def control(key: str, default: str, options: Sequence[tuple[str, str]], value: str, says: str) -> Node:

@@ -172,6 +172,10 @@ def collectives(
 @router.get("/jobs/{job}/communication")
 def communication(context: Ctx, at: OfJob) -> dict[str, Any]:
     """By group and op: time = alpha + bytes / beta fitted over the last 20,000 calls, best and last bandwidth."""
+    return context.kept(at.here, "communication", lambda: _communication(context, at))
+
+
+def _communication(context: Context, at: At) -> dict[str, Any]:
     table = context.store.query(
         "SELECT group_name, op, bytes, members, transfer_ms FROM collective_calls"
         " WHERE job = ? AND attempt = ? AND transfer_ms > 0 AND bytes > 0 ORDER BY step DESC LIMIT 20000",

@@ -78,14 +78,27 @@
     // The live page is drawn: what the document brought along gives way to it.
     var first = document.getElementById("first");
     if (!first) { return; }
-    requestAnimationFrame(function () { first.remove(); if (!live) { label(); } });
+    requestAnimationFrame(function () {
+      // What was opened stays open, and the focus stays where it was.
+      var names = "details,a,button,input,summary,[tabindex]", at = document.activeElement;
+      var old = first.querySelectorAll(names), own = document.querySelectorAll("#react-entry-point :is(" + names + ")");
+      var same = function (i) { return own[i] && own[i].tagName === old[i].tagName; }, focus = null;
+      old.forEach(function (e, i) {
+        if (!same(i)) { return; }
+        if (e.open) { own[i].open = true; }
+        if (e === at) { focus = own[i]; }
+      });
+      first.remove();
+      if (focus) { focus.focus({ preventScroll: true }); }
+      if (!live) { label(); }
+    });
   }
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     lanterne: {
       pulse: function (n, before) {
         var heard = document.getElementById("heard");
-        if (heard) { heard.textContent = live ? "" : "paused"; }
+        if (heard) { heard.textContent = ""; }
         if (!live || document.hidden || !n || document.querySelector(ASKED)) { return none(); }
         return (before || 0) + 1;
       },
@@ -168,6 +181,21 @@
       navigator.clipboard.writeText(address).then(function () { say("link copied"); }, function () { say(address); });
     } else { say(address); }
   }
+  function save(button) {
+    // What a table shows, as a file; a cell that a spreadsheet would run as a formula gets a quote before it.
+    var table = button.parentElement.querySelector("table"), caption = table.caption ? table.caption.textContent : "table";
+    var lines = Array.from(table.rows).map(function (row) {
+      return Array.from(row.cells).map(function (cell) {
+        var text = cell.innerText.replace(/\s+/g, " ").trim();
+        return '"' + (/^[=+\-@]/.test(text) && isNaN(Number(text)) ? "'" + text : text).replace(/"/g, '""') + '"';
+      }).join(",");
+    });
+    var link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv" }));
+    link.download = caption.toLowerCase().replace(/[^a-z0-9]+/g, "-") + ".csv";
+    link.click();
+    setTimeout(function () { URL.revokeObjectURL(link.href); }, 1000);
+  }
   function help() {
     var d = document.getElementById("keys");
     if (d && d.showModal) { if (d.open) { d.close(); } else { d.showModal(); } }
@@ -184,9 +212,10 @@
   function press(selector) { var a = document.querySelector(selector); if (a) { a.click(); } }
 
   document.addEventListener("click", function (event) {
-    var t = event.target.closest ? event.target.closest("#theme,#live,#help,#copy-link,button.segment") : null;
+    var t = event.target.closest ? event.target.closest("#theme,#live,#help,#copy-link,button.segment,button.save") : null;
     if (!t) { return; }
     if (t.classList.contains("segment")) { choose(t); return; }
+    if (t.classList.contains("save")) { save(t); return; }
     ({ theme: theme, live: pause, help: help, "copy-link": copyLink })[t.id]();
   });
 

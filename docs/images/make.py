@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs from a real server with simulated jobs: ``python docs/images/make.py``.
 
 A server is started in a folder of its own and fed through OTLP/HTTP: 64 ranks of which one turns slow, and three
-smaller jobs. Chromium then visits the pages as a reader would. Needs the dev extra and a Chromium on the PATH.
+smaller jobs. Chromium then visits the pages as a reader would, dark and light. Needs the dev extra and a Chromium on the PATH.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def draw(base: str, incident: str, out: Path) -> None:
     }
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        context = browser.new_context(viewport={"width": 1360, "height": 900}, color_scheme="dark")
-        tab = context.new_page()
-        tab.set_default_timeout(PATIENCE_MS)
-        for name, (where, sign, height) in pages.items():
-            tab.set_viewport_size({"width": 1360, "height": height})
-            tab.goto(base + where, wait_until="commit")
-            tab.wait_for_selector(sign)
-            tab.click("#live")
-            tab.wait_for_timeout(3_000)
-            shoot(tab, out / f"{name}.png")
+        for scheme, suffix in (("dark", ""), ("light", "-light")):
+            tab = browser.new_context(color_scheme=scheme).new_page()
+            tab.set_default_timeout(PATIENCE_MS)
+            for name, (where, sign, height) in pages.items():
+                tab.set_viewport_size({"width": 1360, "height": height})
+                tab.goto(base + where, wait_until="commit")
+                tab.wait_for_selector("#first", state="detached")
+                tab.wait_for_selector(sign)
+                tab.wait_for_timeout(3_000)
+                shoot(tab, out / f"{name}{suffix}.png")
         browser.close()
 
 

@@ -97,6 +97,29 @@ def test_exports_carry_the_verdict(page: Any, site: Site, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
 
 
+def test_a_table_is_saved_as_shown(page: Any, site: Site, tmp_path: Path) -> None:
+    page.goto(site.base)
+    page.wait_for_selector("#first", state="detached")
+    page.hover("main table")
+    with page.expect_download() as waiting:
+        page.click("main .tabled .save")
+    waiting.value.save_as(tmp_path / "jobs")
+    head, *rows = (tmp_path / "jobs").read_text(encoding="utf-8").splitlines()
+    assert head.startswith('"Job","State","Ranks"')
+    assert any(row.startswith('"slow') for row in rows)
+
+
+def test_the_verdict_is_there_before_any_script(browser: Any, site: Site) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(site.base)
+    tab.click("main a:text-is('slow')")
+    assert f"Rank {CULPRIT}" in tab.inner_text(".verdict h2")
+    tab.click(".verdict h2 a")
+    assert f"rank {CULPRIT}" in tab.inner_text("#culprit")
+    context.close()
+
+
 def test_an_order_goes_out_after_a_second_look_and_can_be_cancelled(page: Any, site: Site) -> None:
     page.goto(f"{site.base}/incidents/{site.incident}")
     page.click("summary:has-text('Order profile')")

@@ -72,19 +72,25 @@ def test_nothing_in_it_runs() -> None:
         html.A("y", href="//elsewhere/"),
         dcc.Link(EVIL, href=f"/jobs/{EVIL}"),
         dcc.Input(value=EVIL, placeholder=EVIL),
+        html.Button("order", id="order"),
+        html.Button("theme", id="theme"),
         html.Div(n_clicks=3, **{"data-x": EVIL, "aria-label": EVIL}),
     ]
     tags: list[str] = []
     names: set[str] = set()
     addresses: list[str] = []
+    dead: list[bool] = []
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             tags.append(tag)
+            if tag == "button":
+                dead.append(("disabled", None) in attrs)
             names.update(name for name, _ in attrs)
             addresses.extend(value or "" for name, value in attrs if name == "href")
 
     Reader().feed(html_of(nodes))
-    assert tags == ["p", "a", "a", "a", "input", "div"]
+    assert tags == ["p", "a", "a", "a", "input", "button", "button", "div"]
+    assert dead == [True, False]
     assert not [name for name in names if name.startswith("on")]
     assert addresses == [f"/jobs/{EVIL}"]
