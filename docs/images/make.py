@@ -1,7 +1,8 @@
 """Draw the pictures of README and docs from a real server with simulated jobs: ``python docs/images/make.py``.
 
 A server is started in a folder of its own and fed through OTLP/HTTP: 64 ranks of which one turns slow, and three
-smaller jobs. Chromium then visits the pages as a reader would, dark and light. Needs the dev extra and a Chromium on the PATH.
+smaller jobs. Chromium then visits the pages as a reader would, dark and light. Needs the dev extra and a
+Chromium on the PATH.
 """
 
 from __future__ import annotations
