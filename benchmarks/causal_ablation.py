@@ -72,10 +72,10 @@ ROWS: dict[str, tuple[tuple[Swap, ...], Callable[[Facts], Facts]]] = {
 
 def _cases() -> dict[str, list[Case]]:
     return {
-        "top1": list(single(range(600, 602), kinds=KINDS)),
-        "top1_small": list(single(range(610, 611), kinds=TIMED, magnitude=0.3)),
-        "both_of_two": list(double(range(620, 638))),
-        "healthy_flagged": list(healthy(range(630, 648))),
+        "top1": list(single(range(8600, 8602), kinds=KINDS)),
+        "top1_small": list(single(range(8610, 8611), kinds=TIMED, magnitude=0.3)),
+        "both_of_two": list(double(range(8620, 8638))),
+        "healthy_flagged": list(healthy(range(8640, 8658))),
     }
 
 

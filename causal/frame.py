@@ -133,7 +133,9 @@ def _locator(facts: Facts, parallel: bool) -> tuple[str, Floats]:
             return name, facts.series[name]
     parts = [facts.series[n] for n in ("data_wait_ms", "h2d_ms", "forward_ms") if known(n)]
     if parts:
-        return "phases", np.asarray(np.sum([np.nan_to_num(p) for p in parts], axis=0))
+        longest = max(parts, key=lambda p: float(np.nanmedian(p)))  # where that one was not told, the sum says nothing
+        total = np.sum([np.nan_to_num(p) for p in parts], axis=0)
+        return "phases", np.where(np.isfinite(longest), total, np.nan)
     return "", np.full((len(facts.steps), len(facts.ranks)), np.nan)
 
 

@@ -10,11 +10,12 @@ from lanterne.causal.frame import ROLE_PEERS_MIN, Frame
 from lanterne.causal.kernels import kernel_evidence
 from lanterne.causal.scoring import CLAIM
 from lanterne.causal.stats import Ints
-from lanterne.causal.timing import NOBODY, Locus, changes, heavy_stage, loci, spread_lead
+from lanterne.causal.timing import NOBODY, Locus, SpreadLead, changes, heavy_stage, loci, spread_lead
 from lanterne.causal.upstream import Explained, explain, window_of
 from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom
 
 VICTIMS_MAX = 8
+UPSTREAM_SERIES = ("gpu_clock_mhz", "host_runqueue", "gc_ms", "tokens")
 SAVING_SHARE_MIN = 0.012  # of a step; a straggler that saves less is not reported
 
 
@@ -23,8 +24,9 @@ def findings(frame: Frame) -> list[Finding]:
     pairs = [(locus, _finding(frame, locus)) for locus in loci(frame, changes(frame))]
     named = [(locus, f) for locus, f in pairs if f is not None]
     steady = [locus for locus, _ in named if _steady(frame, locus)]
-    wandering = _wandering(frame, np.concatenate([NOBODY, *(locus.columns for locus in steady)]))
-    if wandering is not None:
+    lead = spread_lead(frame, np.concatenate([NOBODY, *(locus.columns for locus in steady)]))
+    wandering = None if lead is None else _wandering(frame, lead)
+    if wandering is not None or (lead is not None and lead.many):
         named = [(locus, f) for locus, f in named if locus in steady or _of_its_own(f, wandering)]
     rest = (wandering, _stage(frame), _everybody_waits_for_data(frame))
     return [*(f for _, f in named), *(f for f in rest if f is not None)]
@@ -37,10 +39,11 @@ def _steady(frame: Frame, locus: Locus) -> bool:
     return regular and locus.lead_share > 0.5 and rows >= 10
 
 
-def _of_its_own(finding: Finding, wandering: Finding) -> bool:
+def _of_its_own(finding: Finding, wandering: Finding | None) -> bool:
     """A claim with a measured reason that is not the one for which all are last by turns."""
     category = finding.cause.category
-    apart = category not in {wandering.cause.category, CauseCategory.SLOW_COMPUTE, CauseCategory.SEQUENCE_IMBALANCE}
+    shared = None if wandering is None else wandering.cause.category
+    apart = category not in {shared, CauseCategory.SLOW_COMPUTE, CauseCategory.SEQUENCE_IMBALANCE}
     return apart and finding.cause.confidence >= CLAIM
 
 
@@ -124,7 +127,7 @@ def _finding(frame: Frame, locus: Locus) -> Finding | None:
 
 
 def _needs(frame: Frame) -> tuple[str, ...]:
-    missing = [n for n in ("gpu_clock_mhz", "host_runqueue", "gc_ms", "tokens") if n not in frame.facts.series]
+    missing = [n for n in ("data_wait_ms", *UPSTREAM_SERIES) if n not in frame.facts.series]
     return (f"upstream of the slow compute unknown; not recorded: {', '.join(missing)}",) if missing else ()
 
 
@@ -222,11 +225,8 @@ def _stage(frame: Frame) -> Finding | None:
     )
 
 
-def _wandering(frame: Frame, without: Ints) -> Finding | None:
-    """A different rank is last each time: token counts, or collections everywhere. ``without``: columns explained."""
-    lead = spread_lead(frame, without)
-    if lead is None:
-        return None
+def _wandering(frame: Frame, lead: SpreadLead) -> Finding | None:
+    """A different rank is last each time: token counts, or collections everywhere; None where neither shows."""
     rows = np.arange(len(frame.usable))
     now = frame.usable & (rows >= lead.row)
     saving, since = lead.after_ms - lead.before_ms, frame.step(lead.row)

@@ -294,11 +294,13 @@ def heavy_stage(frame: Frame) -> StageExcess | None:
 
 @dataclass(slots=True)
 class SpreadLead:
-    """The lead of the slowest rank grew, but a different rank leads each time. ``row`` first row, means in ms."""
+    """The lead of the slowest rank grew, but a different rank leads each time. ``row`` first row, means in ms;
+    ``many``: no three ranks lead in most of the rows."""
 
     row: int
     before_ms: float
     after_ms: float
+    many: bool
 
 
 def spread_lead(frame: Frame, without: Ints = NOBODY) -> SpreadLead | None:
@@ -323,4 +325,5 @@ def spread_lead(frame: Frame, without: Ints = NOBODY) -> SpreadLead | None:
     leads = np.bincount(stats.top2(own[at:])[0], minlength=own.shape[1])
     if leads.max() > ONE_LEADS_SHARE * leads.sum():
         return None
-    return SpreadLead(int(rows[at]), before, after)
+    many = bool(np.sort(leads)[-3:].sum() < ONE_LEADS_SHARE * leads.sum())
+    return SpreadLead(int(rows[at]), before, after, many)

@@ -124,6 +124,8 @@ def explain(frame: Frame, locus: Locus) -> Explained:
     refused = _refused(frame, locus, w)
     if best is not None and score >= 0.5:
         return Explained(best.category, share * score, (*path, *chain), (*evidence, *says), refused, True)
+    if child == "compute_ms" and "data_wait_ms" not in frame.facts.series and grown["forward_ms"] < 0.5 * amount:
+        share = 0.0  # what no phase shows may as well be the wait for data
     return Explained(category, share * (1 - 0.5 * score), tuple(path), tuple(evidence), refused, False)
 
 

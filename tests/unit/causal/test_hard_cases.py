@@ -234,3 +234,30 @@ def test_a_learning_rate_of_one_rank_alone_names_it(small):
     job.series["lr"][60:, 2] *= 10
     cause = diagnose(job.facts()).causes[0]
     assert (cause.category, cause.subject.rank, cause.since_step) == ("lr_misconfigured", 2, 60)
+
+
+def test_a_late_rank_is_only_a_lead_where_the_wait_for_data_was_not_recorded():
+    found = case("slow_data")
+    facts = found.facts(found.job())
+    poor = replace(facts, series={k: facts.series[k] for k in ("step_ms", "lateness_ms", "busy_ms", "wait_ms")})
+    cause = diagnose(poor).causes[0]
+    assert (cause.subject.rank, cause.confidence < scoring.CLAIM) == (21, True)
+    assert "data_wait_ms" in cause.needs[0]
+
+
+def test_nobody_is_claimed_where_all_are_last_by_turns_and_no_tokens_were_recorded():
+    found = replace(case("sequence_imbalance"), seed=8101)
+    facts = found.facts(found.job())
+    poor = replace(facts, series={k: v for k, v in facts.series.items() if k != "tokens"})
+    assert all(c.confidence < scoring.CLAIM for c in diagnose(poor).causes)
+
+
+def test_steps_whose_longest_phase_was_not_told_are_left_out(small):
+    job = small(ranks=8, steps=200)
+    job.work["forward"][80:, 3] *= 2.5
+    series = dict(job.facts().series)
+    gone = np.random.default_rng(2).random((200, 8)) < 0.15
+    kept = {"step_ms": series["step_ms"], "data_wait_ms": series["data_wait_ms"]}
+    kept["forward_ms"] = np.where(gone, np.nan, series["forward_ms"])
+    causes = diagnose(job.facts(series=kept)).causes
+    assert [(c.category, c.subject.rank) for c in causes] == [("slow_compute", 3)]
