@@ -249,8 +249,8 @@ class Shift:
 def lasting_rise(x: FloatArray, width: int, floor: float) -> Shift | None:
     """The strongest lasting rise of ``x`` [n] by at least ``floor``: sliding medians over ``width`` samples.
 
-    The baseline is the median of the samples outside the risen stretch, and before it where that is at
-    least ``width`` long. None when nothing rises by ``floor``, or no baseline of ``width`` samples is left.
+    The baseline is the median of the samples before it. None when nothing rises by ``floor``, or fewer than ten
+    samples (``width`` where that is less) lie before.
     """
     n = len(x)
     if n < 2 * width or np.isfinite(x).sum() < 2 * width:
@@ -279,10 +279,9 @@ def lasting_rise(x: FloatArray, width: int, floor: float) -> Shift | None:
         first += 1
     while last > first and not high_samples[last]:
         last -= 1
-    before = x[:first] if first >= width else np.concatenate([x[:first], x[last + 1 :]])
-    before = before[np.isfinite(before)]
-    if len(before) < width:
-        return None
+    before = x[:first][np.isfinite(x[:first])]
+    if len(before) < min(width, WARM_UP_STEPS):
+        return None  # what is slow from the first step on and then mends has started up
     baseline = float(np.median(before))
     noise = float(np.median(np.abs(before - baseline))) * MAD_TO_SIGMA
     return Shift(

@@ -49,11 +49,11 @@ def waiting(ms: float, steps: slice = slice(AT, None)) -> Facts:
     return facts(found)
 
 
-def transfers(factor: float) -> Facts:
+def transfers(factor: float, steps: slice = slice(AT, None)) -> Facts:
     found = series(step_ms=200.0)
-    more = found["transfer_ms"][AT:] * (factor - 1)
-    found["transfer_ms"][AT:] += more
-    found["step_ms"][AT:] += more
+    more = found["transfer_ms"][steps] * (factor - 1)
+    found["transfer_ms"][steps] += more
+    found["step_ms"][steps] += more
     return facts(found)
 
 
@@ -244,6 +244,11 @@ RULES: dict[str, tuple[str, Make, Make]] = {
     "data stall": ("data_stall", lambda: waiting(90), lambda: waiting(8)),
     "garbage collection": ("gc_pause", lambda: garbage(80), lambda: garbage(12)),
     "slow transfer": ("slow_transfer", lambda: transfers(6), lambda: transfers(1.6)),
+    "transfers that are slow at the start alone": (
+        "slow_transfer",
+        lambda: transfers(6, slice(40, 70)),
+        lambda: transfers(6, slice(0, 40)),
+    ),
     "throttling": ("thermal_throttle", lambda: throttled(0x40, 1200), lambda: throttled(0x04, 1200)),
     "throttling without loss": ("thermal_throttle", lambda: throttled(0x40, 1200), lambda: throttled(0x40, 1970)),
     "device errors": (
