@@ -14,6 +14,8 @@ from lanterne.backend.detect.base import Levels
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.nouns import EventName
 
+AT = 100
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_clean_runs_raise_nothing(shape: str) -> None:
