@@ -124,7 +124,18 @@ def family_of(category: CauseCategory) -> str:
 
 def _outside(facts: Facts, anomalies: Sequence[Anomaly]) -> list[Finding]:
     """Causes that other modules derive from collectives and logs, as findings."""
-    return [_wrap(cause, facts) for module in (liveness, field) for cause in module.candidates(facts, anomalies)]
+    dead = facts.ended and not liveness.live(facts)
+    found = [_wrap(c, facts, _of_dead_job(c, "hang") if dead else "") for c in liveness.candidates(facts, anomalies)]
+    return found + [
+        _wrap(c, facts, _of_dead_job(c, "crash") if dead else "") for c in field.candidates(facts, anomalies)
+    ]
+
+
+def _of_dead_job(cause: Cause, family: str) -> str:
+    """Family of what the files of a dead job tell: who waits in vain hangs, and what no rule explains has ended."""
+    if cause.category is C.UNKNOWN:
+        return family if family == "hang" or cause.since_step is None else ""
+    return family if family == "hang" and family_of(cause.category) not in {"hang", "crash"} else ""
 
 
 def _stopped_at(cause: Cause, facts: Facts) -> int | None:
@@ -136,8 +147,8 @@ def _stopped_at(cause: Cause, facts: Facts) -> int | None:
     return int(facts.steps[-1]) + 1 if len(facts.steps) else None
 
 
-def _wrap(cause: Cause, facts: Facts) -> Finding:
-    family = family_of(cause.category)
+def _wrap(cause: Cause, facts: Facts, family: str = "") -> Finding:
+    family = family or family_of(cause.category)
     if cause.since_step is None and cause.category in STOPPING and family in {"hang", "crash"}:
         cause = replace(cause, since_step=_stopped_at(cause, facts))
     if not cause.remedy.says:
@@ -157,7 +168,7 @@ def _wrap(cause: Cause, facts: Facts) -> Finding:
         symptom=symptom.get(family, "step time" if family == "straggler" else "loss"),
         path=(link,),
         symptoms=waiting,
-        stops=cause.category in STOPPING,
+        stops=cause.category in STOPPING or family == "hang",
     )
 
 

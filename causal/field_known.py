@@ -5,8 +5,10 @@ from __future__ import annotations
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent
 from lanterne.causal.words import Words, cause, evidence, line
-from lanterne.nouns import Cause
+from lanterne.nouns import Cause, Evidence
 from lanterne.nouns import CauseCategory as C
+
+SHORT_MIN = 25  # characters of a sentence that says enough by itself
 
 
 def candidates(words: Words) -> list[Cause]:
@@ -32,7 +34,7 @@ def _cause(words: Words, category: C, said: list[FactEvent]) -> Cause:
         ranks = {e.rank for e in words.said("rank_failed") if e.attributes.get("first") and e.rank >= 0}
     rank = ranks.pop() if len(ranks) == 1 and not nobody else None
     victims = len(words.ranks("collective_timeout", "store_timeout"))
-    proof = [line(e) for e in said[:3]]
+    proof = [_short(e) for e in said[:3]]
     if victims:
         proof.append(
             evidence(f"{victims} ranks timed out after it: they are victims", value=float(victims), unit="ranks")
@@ -44,8 +46,14 @@ def _cause(words: Words, category: C, said: list[FactEvent]) -> Cause:
         w.number(first, "sure", 0.8),
         proof,
         rank=rank,
-        host=first.host or None,
+        host=None if nobody else first.host or None,
         parameter=str(first.attributes["parameter"]) if "parameter" in first.attributes else None,
         step=first.step,
         do=str(first.attributes.get("do", "")),
     )
+
+
+def _short(e: FactEvent) -> Evidence:
+    """The sentence without what stands before it: time, source file and process do not belong into a verdict."""
+    says = " ".join(str(e.attributes.get("message", "")).split())
+    return evidence(f"log: {says[:200]}", ref=e.ref) if len(says) > SHORT_MIN else line(e)

@@ -105,13 +105,13 @@ def _missing_in_group(calls: Sequence[FactEvent], waiters: set[int]) -> set[int]
 
 
 def _proof(t: Told) -> list[Evidence]:
-    who = ",".join(map(str, t.waiters[:16])) or "some ranks"
+    who = w.listed(t.waiters)
     what = f"{t.wait.op} number {t.wait.sequence}" if t.wait.sequence > 0 else t.wait.op
     proof = [
         evidence(
-            f"ranks {who} timed out in {what}"
-            + (f" ({t.wait.numel} element(s))" if t.wait.numel > 0 else "")
-            + ": they are victims",
+            f"{who} timed out in {what}"
+            + (f" ({t.wait.numel:,} element{'s' * (t.wait.numel > 1)})" if t.wait.numel > 0 else "")
+            + (": they are victims" if len(t.waiters) != 1 else ": a victim"),
             value=float(len(t.waiters)),
             unit="ranks",
             ref=t.rows[0].ref,
@@ -150,7 +150,9 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
 
 def _safe(done: Sequence[FactEvent], proof: Sequence[Evidence]) -> Cause:
     """Training was over: what hangs is the way out."""
-    says = evidence(f"training had finished: {w.quote(done[-1])}", ref=done[-1].ref)
+    says = evidence(
+        f"training had finished, its results are safe, and the way out hangs: {w.quote(done[-1])}", ref=done[-1].ref
+    )
     do = "the results are safe; the exit path hangs in a barrier-like call: destroy the process group before leaving"
     needs = ("stacks of all ranks at exit: which rank does not reach the last barrier",)
     return cause(C.UNKNOWN, 0.6, [says, *proof], do=do, needs=needs)
@@ -162,8 +164,9 @@ def _watchdogs(words: Words) -> list[Cause]:
     if not rows:
         return []
     ranks = sorted({e.rank for e in rows if e.rank >= 0})
-    who = ",".join(map(str, ranks[:16])) or "some ranks"
-    says = f"the watchdog of ranks {who} got no answer from a CUDA or NCCL call; a held GIL is only the text's guess"
+    says = (
+        f"the watchdog of {w.listed(ranks)} got no answer from a CUDA or NCCL call; a held GIL is only the text's guess"
+    )
     proof = [evidence(says, value=float(len(ranks)), unit="ranks", ref=rows[0].ref), line(rows[0])]
     done = words.said("training_done")
     if done:
@@ -239,13 +242,12 @@ def explained_by_crash(words: Words, rank: int) -> bool:
 
 
 def _cannot(t: Told, proof: list[Evidence]) -> Cause:
-    who = ",".join(map(str, t.absent[:16]))
     return cause(
         C.UNKNOWN,
         0.5,
         proof,
         do="collect a Flight Recorder dump of every rank (TORCH_NCCL_DUMP_ON_TIMEOUT=1)",
-        needs=(f"logs or Flight Recorder dumps of the silent ranks {who}",),
+        needs=(f"logs or Flight Recorder dumps of the silent {w.listed(t.absent)}",),
     )
 
 

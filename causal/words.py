@@ -112,6 +112,19 @@ def quote(event: FactEvent, limit: int = 200) -> str:
     return body if len(body) <= limit else body[: limit - 1] + "…"
 
 
+def listed(ranks: Iterable[int], limit: int = 16) -> str:
+    """Ranks for a sentence, runs drawn together: ``ranks 0,4-7``; ``rank 3`` when it is one."""
+    known = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for n in known:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    shown = ",".join("-".join(map(str, run)) for run in runs[:limit]) + (",…" if len(runs) > limit else "")
+    return f"rank{'s' * (len(known) > 1)} {shown}" if known else "some ranks"
+
+
 def number(event: FactEvent, key: str, default: float = 0.0) -> float:
     """A captured attribute as a number."""
     value = event.attributes.get(key, default)

@@ -14,6 +14,8 @@ FORMS_MAX = 30_000
 LINE_CHARS_MAX = patterns.LINE_CHARS_MAX
 Span = tuple[int, int]
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ANSI_BYTES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_ZERO_BYTES = bytes.maketrans(b"123456789", b"000000000")
 _PREFIXES = (
     re.compile(r"^\s*\[(?:rank|Rank|RANK)[ _]?(?P<rank>\d+)\]:?\s?"),
     re.compile(r"^\s*\[[\w-]*?(?P<rank>\d+)\]:\s?"),  # torchrun --tee: [default3]:
@@ -89,6 +91,16 @@ class Form:
 def plain(text: str) -> str:
     """Without terminal colours."""
     return _ANSI.sub("", text)
+
+
+def plain_bytes(line: bytes) -> bytes:
+    """The same of a line that is not decoded yet; no escape is left."""
+    return _ANSI_BYTES.sub(b"", line).replace(b"\x1b", b"")
+
+
+def masked(line: bytes) -> bytes:
+    """A line with ``0`` for every digit: the name of its form."""
+    return line.translate(_ZERO_BYTES)
 
 
 def form_of(text: str) -> Form:

@@ -62,6 +62,10 @@ class TextReader:
             form = known.get(mask)
             if form is None:
                 form = self._form(raw, mask)
+            if form.escaped:
+                raw = forms.plain_bytes(raw)
+                mask = forms.masked(raw)
+                form = known.get(mask) or self._form(raw, mask)
             if form.timed:
                 self.stamp = raw
             if form.quiet:
@@ -90,11 +94,6 @@ class TextReader:
     def line(self, number: int, raw: bytes, form: Form) -> None:
         """Take one line: who speaks, when, what it says."""
         text = raw.decode("utf-8", "replace").rstrip()
-        if form.escaped:
-            text = forms.plain(text)
-            raw = text.encode()
-            form = forms.form_of(text)
-            self.stamp = raw if form.timed else self.stamp
         if not text:
             return
         rank, said = self._who(text, form)
