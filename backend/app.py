@@ -7,12 +7,12 @@ the lifespan's end drains and closes it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -47,9 +47,12 @@ from lanterne.backend.pipeline import LiveRunner
 from lanterne.backend.store import migrate
 from lanterne.backend.store.control import ControlStore
 from lanterne.backend.store.events import EventStore
+from lanterne.backend.store.folders import disk_fault
 from lanterne.backend.store.retention import Keeper
 from lanterne.backend.store.shared import Shipping, shared
+from lanterne.backend.waiting import Waiting, lifespan_of
 from lanterne.clock import Clock, SystemClock
+from lanterne.errors import StoreUnavailable
 from lanterne.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -180,7 +183,7 @@ class Server:
             await self._page(scope, receive, send)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _page_lifespan(self._page, scope):
+        async with lifespan_of(self._page, scope):
             await receive()
             self.parts.start()
             await send({"type": "lifespan.startup.complete"})
@@ -189,42 +192,27 @@ class Server:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-@contextlib.asynccontextmanager
-async def _page_lifespan(page: App | None, scope: Scope) -> Any:
-    """Run the page's own startup and shutdown around ours; a page without a lifespan is left alone."""
-    if page is None:
-        yield
-        return
-    asked: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
-    told: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
-
-    async def life() -> None:
-        try:
-            await page(dict(scope), asked.get, told.put)
-        except Exception as error:
-            await told.put({"type": "lifespan.startup.failed", "message": str(error)})
-
-    task = asyncio.create_task(life())
-    await asked.put({"type": "lifespan.startup"})
-    answer = await told.get()
-    if answer["type"] == "lifespan.startup.failed":
-        log.warning("the page has no lifespan or failed to start: %s", answer.get("message", ""))
-    try:
-        yield
-    finally:
-        await asked.put({"type": "lifespan.shutdown"})
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-            await asyncio.wait_for(task, 5)
-
-
 def create_app(settings: ServerSettings, page: App | None = None, *, clock: Clock | None = None) -> App:
     """The whole server as one ASGI application.
 
     Raises :class:`UsageError` for a bind that is open to others without a token and :class:`StoreUnavailable`
-    when a store cannot be opened. Run it with its lifespan: that starts the live runner and closes the stores.
+    when a store cannot be opened; where a full or read-only disk is to blame, the server comes up all the same, says
+    so at ``/readyz``, and opens the stores when it can. Run it with its lifespan: that starts the live runner and
+    closes the stores.
     """
     check_bind(settings)
     clock = clock or SystemClock()
+    try:
+        return _open_app(settings, page, clock)
+    except StoreUnavailable:
+        fault = disk_fault(Path(settings.data))
+        if not fault:
+            raise
+        log.error("the stores cannot be opened: %s; waiting for the disk", fault)
+        return Waiting(lambda: _open_app(settings, page, clock), fault)
+
+
+def _open_app(settings: ServerSettings, page: App | None, clock: Clock) -> App:
     parts = open_parts(settings, clock)
     api = rest_app(parts.context)
     guard = Guard(Server(parts, api, page), parts.context.control, settings, clock)

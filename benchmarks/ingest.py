@@ -73,6 +73,13 @@ def _span(n: int, rank: int) -> Event:
 @contextlib.contextmanager
 def server(data: Path) -> Iterator[str]:
     """``lanterne serve`` without the page; its base URL."""
+    with serving(data) as (_, base):
+        yield base
+
+
+@contextlib.contextmanager
+def serving(data: Path) -> Iterator[tuple[int, str]]:
+    """:func:`server` with its process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -85,7 +92,7 @@ def server(data: Path) -> Iterator[str]:
                 if httpx.get(f"{base}/readyz", timeout=1).status_code == 200:
                     break
             time.sleep(0.1)
-        yield base
+        yield process.pid, base
     finally:
         process.terminate()
         process.wait(60)

@@ -110,7 +110,7 @@ class EventStore:
         if why:
             raise LanterneError(f"rows refused by the event store: {why}")
         if self._connection is None:
-            raise StoreUnavailable(self.failure or "the event store is closed")
+            raise StoreUnavailable(f"the event store: {self.failure or 'closed'}")
         return self._put(Order(Future(), batch.nbytes, batch=batch), self._scribe.put)
 
     def submit(self, batch: Batch) -> Future[Receipt]:
@@ -169,7 +169,7 @@ class EventStore:
         self._wait_fresh()
         connection = self._connection
         if connection is None:
-            raise StoreUnavailable(self.failure or "the event store is closed")
+            raise StoreUnavailable(f"the event store: {self.failure or 'closed'}")
         cursor = connection.cursor()
         try:
             if catalog:
@@ -407,7 +407,7 @@ class EventStore:
     def _work(self, order: Order) -> None:
         writing = self._writing
         if writing is None or order.work is None:
-            raise StoreUnavailable(self.failure or "the event store is closed")
+            raise StoreUnavailable(f"the event store: {self.failure or 'closed'}")
         try:
             found = order.work(writing.cursor)
             self.changes.forget()
@@ -424,7 +424,7 @@ class EventStore:
             return
         writing = self._writing
         if writing is None:
-            raise StoreUnavailable(self.failure or "the event store is closed")
+            raise StoreUnavailable(f"the event store: {self.failure or 'closed'}")
         now, began = self._now_ns(), self.clock.monotonic_ns()
         found = [o.batch for o in orders if o.batch is not None]
         derived = [(o.table, o.rows) for o in orders if o.rows is not None]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import duckdb
@@ -30,18 +30,24 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(data: Path, **settings: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The server and its base URL, when it is ready; ``settings`` go to its environment."""
+def serve(
+    data: Path, *, until: str = "/readyz", before: Callable[[], None] | None = None, **settings: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The server and its base URL, when ``until`` answers 200; ``settings`` go to its environment.
+
+    ``before`` runs in its process before it starts.
+    """
     port = free_port()
     command = [sys.executable, "-m", "lanterne", "serve", "--port", str(port), "--grpc-port", "0", "--data", str(data)]
     env = {**os.environ, "LANTERNE_DASHBOARD": "0", "LANTERNE_MEMORY_LIMIT": "1GB", "OMP_NUM_THREADS": "1", **settings}
-    process = subprocess.Popen(command, env=env)
+    output = subprocess.DEVNULL if before else None  # a bound on files would hold for captured output, too
+    process = subprocess.Popen(command, env=env, preexec_fn=before, stdout=output, stderr=output)
     base = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
             assert process.poll() is None, "the server ended before it was ready"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{base}/readyz", timeout=1).status_code == 200:
+                if httpx.get(f"{base}{until}", timeout=1).status_code == 200:
                     break
             time.sleep(0.1)
         else:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -84,6 +85,33 @@ def test_21_a_small_file_system_fills_up_and_gets_room_again(tmp_path: Path) -> 
         check(data, sent)
 
 
+def told_and_waiting(base: str, why: str) -> None:
+    """Up, not ready, with the reason; senders are told to come again."""
+    assert httpx.get(f"{base}/healthz", timeout=20).status_code == 200
+    told = httpx.get(f"{base}/readyz", timeout=20)
+    assert (told.status_code, told.json()["status"]) == (503, "unavailable")
+    assert why in told.json()["reason"]
+    refused = httpx.post(f"{base}/v1/traces", content=body(0, range(ROWS)), headers=PROTOBUF, timeout=20)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"].isdigit()
+    assert httpx.get(f"{base}/api/v1/jobs", timeout=20).status_code == 503
+
+
+@pytest.mark.slow
+def test_21_a_server_that_starts_where_nothing_can_be_written_waits_for_the_disk(tmp_path: Path) -> None:
+    sent: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
+    hard = resource.RLIM_INFINITY
+    nothing = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, hard))
+    with serve(tmp_path, until="/healthz", before=nothing) as (process, base):
+        told_and_waiting(base, "File too large")
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        send_until(base, sent, 200, 60)
+        assert httpx.get(f"{base}/readyz", timeout=20).json()["status"] == "ready"
+        process.terminate()
+        assert process.wait(60) in (0, -15)
+    check(tmp_path, sent)
+
+
 @pytest.mark.heavy
 def test_21_a_read_only_disk_is_told_and_left_when_it_can_be_written_again(tmp_path: Path) -> None:
     sent: dict[int, set[int]] = {rank: set() for rank in range(RANKS)}
@@ -92,11 +120,10 @@ def test_21_a_read_only_disk_is_told_and_left_when_it_can_be_written_again(tmp_p
         with serve(data) as (_process, base):
             send_until(base, sent, 200, 1)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with serve(data) as (_process, base):
-            send_until(base, sent, 503, 3)
-            assert httpx.get(f"{base}/readyz").status_code == 503
+        with serve(data, until="/healthz") as (_process, base):
+            told_and_waiting(base, "Read-only file system")
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-            send_until(base, sent, 200, 50)
+            send_until(base, sent, 200, 60)
         check(data, sent)
 
 
