@@ -19,7 +19,7 @@ from lanterne.nouns import AttributeValue
 if TYPE_CHECKING:
     import torch
 
-RANGES_EVERY, ELEMENTS, TENSORS = 32, 1 << 18, 32
+RANGES_EVERY, ELEMENTS, TENSORS = 32, 1 << 15, 4
 NARROW = {"fp16": (65504.0, 2.0**-24), "e4m3": (448.0, 2.0**-9)}
 """Format -> (largest finite, smallest subnormal): IEEE 754 binary16, OCP 8-bit Floating Point Specification."""
 NAMES = (*(f"training.{name}_{side}" for name in NARROW for side in ("underflow", "overflow")), "training.grad_std")
