@@ -23,7 +23,7 @@ from lanterne.backend.align.frame import Frame
 from lanterne.backend.detect import heartbeat
 from lanterne.backend.detect.base import Levels, levels_of
 from lanterne.backend.detect.heartbeat import Beats
-from lanterne.backend.detect.safety import Safety, told
+from lanterne.backend.detect.safety import Safety
 from lanterne.backend.incidents import FOLDED, Case, family
 from lanterne.backend.judgement import Judgement, evaluate, graph_of, judge, report_of, sentence, shown
 from lanterne.backend.policy import Door, defaults
@@ -204,8 +204,7 @@ class LiveRunner:
         beats = self._heard(job, attempt, watched, now)
         judgement = evaluate(facts, watched.cases, now_ns=now, levels=self.levels, beats=beats, before=watched.safety)
         watched.safety = judgement.safety
-        guarded = replace(facts, events=[*facts.events, *told(facts, judgement.safety)])
-        settled = [self._settle(job, attempt, watched, case, guarded) for case in judgement.cases]
+        settled = [self._settle(job, attempt, watched, case, facts) for case in judgement.cases]
         watched.cases = [case for case in settled if FOLDED not in case.incident.ledger]
         watched.last_ns = now
         self._keep_waits(job, attempt, watched, facts)

@@ -1,7 +1,6 @@
 """What stands beside the incidents: the breakers of the groups and the contract's service rules, window after window.
 
-A breaker or a broken rule is no incident by itself: it tells people and policies what not to trust now. Policies read
-them as facts (:func:`told`) or as one plain mapping (:func:`view`).
+A breaker or a broken rule is no incident by itself: it tells people and policies what not to trust now.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import numpy as np
 
 from lanterne.backend.detect import bandwidth, breaker, contract, headroom, heartbeat, precision
 from lanterne.backend.detect.base import Levels, ranges
-from lanterne.backend.detect.breaker import Board, Position
+from lanterne.backend.detect.breaker import Board
 from lanterne.backend.detect.headroom import Headroom
 from lanterne.backend.detect.heartbeat import Beats
 from lanterne.backend.detect.memory import GROWTH_BYTES, SERIES
-from lanterne.causal.facts import FactEvent, Facts
-from lanterne.nouns import NO_RANK, NO_STEP, BreakerState, Ruling
+from lanterne.causal.facts import Facts
+from lanterne.nouns import BreakerState, Ruling
 
 LEAK_WIDTH = 20
-BREAKER, RULE = "breaker", "service_rule"
-"""Names of the facts that tell of a breaker which is not closed, and of a rule which is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,39 +51,6 @@ def look(
     rules += [*leaks(facts), *headroom.rulings(memory), *headroom.fragmented(facts), *precision.rulings(facts)]
     rules += [*bandwidth.rulings(board.speeds), *bandwidth.of_topology(board.speeds, facts, levels or Levels())]
     return Safety(board=board, rules=tuple(rules), memory=tuple(memory))
-
-
-def view(safety: Safety) -> dict[str, dict[str, object]]:
-    """What an expression of a policy can see: ``breakers.open`` (groups), ``breakers.half_open``, ``rules.broken``."""
-    states = safety.board.states()
-    return {
-        "breakers": {
-            "open": [b.group for b in states if b.state == Position.OPEN],
-            "half_open": [b.group for b in states if b.state == Position.HALF_OPEN],
-        },
-        "rules": {"broken": sorted({r.rule for r in safety.broken})},
-    }
-
-
-def told(facts: Facts, safety: Safety) -> list[FactEvent]:
-    """Breakers that are not closed and broken rules as facts: ``breaker`` (group, state, why, opened_times) and
-    ``service_rule`` (rule, value, threshold), for whoever is given facts alone."""
-    found = [
-        FactEvent(
-            name=BREAKER, step=NO_STEP if b.since_step is None else b.since_step, job_ns=facts.now_ns, body=b.why,
-            attributes={"group": b.group, "state": b.state, "opened_times": b.opened_times},
-        )
-        for b in safety.board.states()
-        if b.state != Position.CLOSED
-    ]  # fmt: skip
-    found += [
-        FactEvent(
-            name=RULE, rank=NO_RANK if r.rank is None else r.rank, job_ns=facts.now_ns, body=r.says,
-            attributes={"rule": r.rule, "value": r.value, "threshold": r.threshold},
-        )
-        for r in safety.broken
-    ]  # fmt: skip
-    return found
 
 
 def leaks(facts: Facts) -> list[Ruling]:

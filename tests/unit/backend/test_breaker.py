@@ -137,18 +137,6 @@ def test_bus_bandwidth_is_held_against_what_the_links_should_give(
     assert [r.broken for r in found] == ([] if value is None else [value < 0.7])
 
 
-def test_open_breakers_and_broken_rules_are_facts_for_policies() -> None:
-    run = facts(series(), waits=_waits(200, 100))
-    now = safety.look(run)
-    assert safety.view(now) == {"breakers": {"open": ["0-3"], "half_open": []}, "rules": {"broken": ["bandwidth"]}}
-    told = safety.told(run, now)
-    assert [(e.name, e.attributes.get("group"), e.attributes.get("rule")) for e in told] == [
-        ("breaker", "0-3", None),
-        ("service_rule", None, "bandwidth"),
-    ]
-    assert safety.told(run, safety.look(facts(series(), waits=_waits(200, 1000)))) == []
-
-
 def test_bandwidth_is_carried_from_window_to_window_and_short_transfers_are_left_alone() -> None:
     waits = _waits(200, 100)
     first = replace(waits, **{n: getattr(waits, n)[: 4 * 100] for n in ("group_index", "sequence", "step", "rank",
