@@ -21,7 +21,7 @@ from lanterne.dashboard.client import Api, reader
 log = logging.getLogger(__name__)
 
 PLACE = "<!-- first -->"
-PATIENCE_S = 3.0
+PATIENCE_S = 2.0
 """A page that takes longer comes by itself, without a first picture."""
 _HTML, _CORE = "dash_html_components", "dash_core_components"
 _NAMES = {"className": "class", "htmlFor": "for", "tabIndex": "tabindex", "dateTime": "datetime", "colSpan": "colspan"}
@@ -82,6 +82,7 @@ class First:
     def __init__(self, inner: ASGIApp, api: Api, shell: Any) -> None:
         self.inner, self.api, self.shell = inner, api, shell
         self._index: tuple[bytes, bytes] | None = None
+        self._drawing: set[asyncio.Future[Any]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "GET" or scope["path"] != "/":
@@ -116,12 +117,16 @@ class First:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         search = scope.get("query_string", b"").decode("latin-1")
         base = f"{scope.get('scheme', 'http')}://{headers.get('host', '')}"
-        try:
-            with reader(headers):
-                page, _ = await asyncio.wait_for(render(self.api, asked, f"?{search}", base + asked), PATIENCE_S)
-        except TimeoutError:
+        with reader(headers):
+            task = asyncio.ensure_future(render(self.api, asked, f"?{search}", base + asked))
+        # Not cancelled when it takes too long: what it reads is kept for the live page, which asks for the same.
+        self._drawing.add(task)
+        task.add_done_callback(self._drawing.discard)
+        await asyncio.wait({task}, timeout=PATIENCE_S)
+        if not task.done():
             return ""
-        except Exception:  # the index has to arrive whatever became of its picture; the live page tells the error
-            log.exception("no first picture of %s", asked)
+        error = task.exception()
+        if error is not None:  # the index has to arrive whatever became of its picture; the live page tells the error
+            log.error("no first picture of %s", asked, exc_info=error)
             return ""
-        return f'<div id="first">{html_of(self.shell(page))}</div>'
+        return f'<div id="first">{html_of(self.shell(task.result()[0]))}</div>'

@@ -33,8 +33,9 @@ def _safety(context: Context, job: str, attempt: int) -> Safety:
     held = context.safety(job, attempt)
     if held is not None:
         return held
-    return context.cached(
-        ("safety", job, attempt),
+    return context.kept(
+        (job, attempt),
+        "safety",
         lambda: safety.look(build_facts(context.store, job, attempt, now_ns=context.clock.unix_ns())),
     )
 

@@ -60,10 +60,12 @@ def _gbps(value: Any) -> str:
 
 async def communication(api: Api, name: str, view: View, now: datetime, base: str) -> list[parts.Node]:
     """Alpha-beta fits and bandwidth by group, and the calls behind them."""
-    fits, waited, calls = await asyncio.gather(
-        api.get("jobs", name, "communication"),
-        api.get("jobs", name, "waits", **view.window()),
-        api.items("jobs", name, "collectives", most=2_000, limit=1_000, **view.window()),
+    fits, waited = await asyncio.gather(
+        api.get("jobs", name, "communication"), api.get("jobs", name, "waits", **view.window())
+    )
+    first, last = waited.get("steps") or (0, -1)  # the same steps for both, the latest unless asked otherwise
+    calls = await api.items(
+        "jobs", name, "collectives", most=2_000, limit=1_000, from_step=max(first, 0), to_step=max(last, 0)
     )
     groups = fits.get("groups") or []
     head = ["Group", "Collective", "Latency (α)", "Bandwidth (β)", "Best bus", "Now", "State", "Calls"]

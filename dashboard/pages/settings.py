@@ -158,7 +158,7 @@ def alert_form() -> parts.Node:
     makers = [
         parts.button(name, {"type": "webhook", "format": name}, title=f"tell {says}") for name, says in FORMS.items()
     ]
-    secret = dcc.Input(id="webhook-secret", type="password", maxLength=256, placeholder="signs the generic form")
+    secret = dcc.Input(id="webhook-secret", type="password", maxLength=256, placeholder="for generic")
     return html.Div(
         [
             _entry("Address", dcc.Input(id="webhook-url", type="url", maxLength=2_000, placeholder="https://…")),
