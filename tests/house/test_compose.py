@@ -128,6 +128,23 @@ def test_every_service_of_ours_names_things_that_exist(compose: dict[str, Any]) 
     assert used == set(compose["volumes"])
 
 
+def test_26_containers_are_shut_in(compose: dict[str, Any]) -> None:
+    """No root, nothing writable but the data, no capability, no way to the container engine, a health check."""
+    for name, service in compose["services"].items():
+        assert not any("docker.sock" in volume for volume in service.get("volumes", [])), name
+        assert not service.get("privileged"), name
+        if name in OURS and name != "trainer":
+            assert service["read_only"], name
+            assert service["cap_drop"] == ["ALL"], name
+            assert service["security_opt"] == ["no-new-privileges:true"], name
+            assert service["healthcheck"]["test"], name
+            assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+    stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    last_users = {s.split()[2]: re.findall(r"^USER (\w+)$", s, re.MULTILINE)[-1:] for s in stages}
+    for stage in ("server", "scale", "trainer"):
+        assert last_users[stage] == ["lanterne"], stage
+
+
 def test_the_kubernetes_example_sets_what_the_server_knows() -> None:
     known = {f"LANTERNE_{name.upper()}" for name in get_type_hints(ServerSettings)}
     text = (ROOT / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")

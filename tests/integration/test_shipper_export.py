@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import shipper_backend
+from certificates import self_signed
 from shipper_backend import Backend
 
 from lanterne.collector.shipper import is_running
@@ -224,34 +225,3 @@ def test_tls_with_the_named_certificate_works(folder: Path, tmp_path: Path) -> N
         train(folder, backend.url, 20, "close", OTEL_EXPORTER_OTLP_CERTIFICATE=str(certificate))
         assert backend.wait(lambda: backend.events("exited"))
         assert_everything_once(backend, 20)
-
-
-def self_signed(tmp_path: Path) -> Path:
-    """A key and a self-signed certificate for 127.0.0.1 in one PEM file."""
-    from datetime import UTC, datetime, timedelta
-    from ipaddress import ip_address
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), False)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path / "server.pem"
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + certificate.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
