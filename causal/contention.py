@@ -20,6 +20,10 @@ from lanterne.nouns import CauseCategory, Evidence, Subject
 RISE_PERCENT_MIN = 8.0
 STEP_FACTOR_MIN = 1.15
 EXPLAINS_MIN = 0.5
+QUEUE_RISE_MIN, QUEUE_ROWS_MIN, QUEUE_ROWS_NEAR = 8.0, 10, 5
+"""Processes more, rows before, and rows between the two changes."""
+ONE_LEADS = 0.3
+"""Of the rise: a lead that grew by more is one rank's."""
 SAMPLES_MIN = 2
 """Readings on each side: the scheduler is asked twice a second, whatever a step takes."""
 
@@ -57,7 +61,7 @@ def contended(frame: Frame, row: int, rise_ms: float) -> list[Contended]:
 def findings(frame: Frame) -> list[Finding]:
     """The hosts that explain a lasting rise of the step by time without a core."""
     rows: Ints = np.flatnonzero(frame.usable & np.isfinite(frame.step_ms))
-    if "cpu_delay_percent" not in frame.facts.series or len(rows) < 12:
+    if not {"cpu_delay_percent", "host_runqueue"} & set(frame.facts.series) or len(rows) < 12:
         return []
     y = frame.step_ms[rows]
     found = stats.split(np.minimum(y, 20 * frame.base_step_ms)[:, None])
@@ -66,7 +70,45 @@ def findings(frame: Frame) -> list[Finding]:
     if not after > STEP_FACTOR_MIN * before:
         return []
     row, since = int(rows[at]), frame.step(int(rows[at]))
+    if "cpu_delay_percent" not in frame.facts.series:
+        loaded = _loaded(frame, row, after - before)
+        return [] if loaded is None else [loaded]
     return [_finding(frame, c, row, since, after - before) for c in contended(frame, row, after - before)]
+
+
+def _loaded(frame: Frame, row: int, rise_ms: float) -> Finding | None:
+    """The only host of a job got a long run queue at the step at which all its ranks became slower together.
+
+    Where ranks of other hosts stay well they tell it better, and where one rank leads it is that rank.
+    """
+    queue, rows = frame.facts.series["host_runqueue"], np.arange(len(frame.usable))
+    now, past = frame.usable & (rows >= row), frame.usable & (rows < row)
+    if len(frame.hosts) != 1 or not np.isfinite(queue[past]).any() or past.sum() < QUEUE_ROWS_MIN:
+        return None
+    level = stats.median(queue, 1)
+    before, after = stats.rows_median(level[past]), stats.rows_median(level[now])
+    lead = [stats.rows_median(stats.top2(frame.own[m])[1]) for m in (past, now)]
+    near = abs(int(stats.split(level[frame.usable][:, None]).at[0]) - int(past.sum())) <= QUEUE_ROWS_NEAR
+    if not after - before > max(QUEUE_RISE_MIN, 6 * stats.noise_of(level[past])) or not near:
+        return None
+    if np.isfinite(lead).all() and lead[1] - lead[0] > ONE_LEADS * rise_ms:
+        return None
+    host, since = frame.hosts[0] or None, frame.step(row)
+    says = f"the run queue of {host or 'the host'} holds {after:.0f} processes since step {since}, before {before:.0f}"
+    alike = f"all its ranks became slower together: a step takes {number(rise_ms, 'ms')} more"
+    return make(
+        CauseCategory.HOST_CONTENTION,
+        "straggler",
+        confidence=0.72,
+        subject=Subject(host=host),
+        since_step=since,
+        cost=cost_of(frame, rise_ms, row),
+        evidence=(
+            Evidence(says=says, value=after, unit="processes", baseline=before, ref="host_runqueue"),
+            Evidence(says=alike, value=rise_ms, unit="ms", baseline=0.0, ref="step_ms"),
+        ),
+        path=(Link(metric="host_runqueue", label="long run queue", weight=0.95, says=says, kind="pattern"),),
+    )
 
 
 def _finding(frame: Frame, c: Contended, row: int, since: int, rise_ms: float) -> Finding:

@@ -22,6 +22,7 @@ SHIFT_MS_MIN = 0.5
 SHIFT_SIGMAS_MIN = 2.0
 WINSOR_SIGMAS = 25.0
 SPORADIC_ROWS_MIN = 4
+BURST_SHARE = 0.3  # of a large burst: what is smaller is none of them
 SPORADIC_SHARE_MIN = 0.04
 PERSISTENT_SHARE_MIN = 0.15
 LOCI_MAX = 4
@@ -105,7 +106,6 @@ def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: fl
     base = stats.rows_median(before)
     noise = max(scale, stats.noise_of(before))
     level = max(4 * noise, floor)
-    high_before, high_after = before - base > level, after - base > level
     shift = stats.rows_median(after) - base
     marks = np.zeros(len(frame.usable), bool)
     if shift > max(floor, SHIFT_SIGMAS_MIN * noise) and float(np.mean(after - base > 0.4 * shift)) > 0.7:
@@ -114,6 +114,10 @@ def _judge(frame: Frame, rows: Ints, y: Floats, at: int, scale: float, floor: fl
         grown = _growth(y, at)
         begin = at + first if grown is None else grown
         return Change(column, int(rows[begin]), shift, base, noise, False, False, marks)
+    high_after = np.isfinite(after) & (after - base > level)
+    if high_after.any():  # small pauses that the rank always had are not what it has now
+        level = max(level, BURST_SHARE * float(np.quantile(after[high_after] - base, 0.75)))
+    high_before, high_after = before - base > level, after - base > level
     rate0 = (float(high_before.mean()) if at else 0.0) + 1.0 / (at + 1)
     count = int(high_after.sum())
     burst = float((after[high_after] - base).sum()) / max(len(after), 1)

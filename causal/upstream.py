@@ -15,7 +15,7 @@ from lanterne.causal import granger, stats
 from lanterne.causal.finding import Link, number
 from lanterne.causal.frame import Frame
 from lanterne.causal.patterns import UPSTREAM, Metric, Pattern, PatternEdge
-from lanterne.causal.stats import Bools, Floats
+from lanterne.causal.stats import Bools, Floats, Ints
 from lanterne.causal.timing import Locus
 from lanterne.nouns import CauseCategory, Evidence
 
@@ -233,7 +233,7 @@ def _alone_on_host(frame: Frame, locus: Locus) -> bool:
 
 def _weigh(frame: Frame, locus: Locus, w: Window, edge: PatternEdge, metrics: dict[str, Metric], amount: float) -> Link:
     column = int(locus.columns[0])
-    rows = np.flatnonzero(frame.usable)[-EVIDENCE_ROWS_MAX:]
+    rows = _evidence_rows(frame, locus)
     cause = _series(frame, edge.cause, column, locus.level)[rows]
     effect = _effect_series(frame, edge.effect, column, locus.level)[rows]
     p, r2, n = granger.granger_edge(cause, effect)
@@ -256,6 +256,14 @@ def _weigh(frame: Frame, locus: Locus, w: Window, edge: PatternEdge, metrics: di
         p_value=p,
         samples=n,
     )
+
+
+def _evidence_rows(frame: Frame, locus: Locus) -> Ints:
+    """Usable rows on both sides of the onset, at most :data:`EVIDENCE_ROWS_MAX`; the last ones where there is none."""
+    rows = np.flatnonzero(frame.usable)
+    last = int(np.searchsorted(rows, locus.change.row)) + EVIDENCE_ROWS_MAX // 2
+    stop = len(rows) if locus.change.persistent else min(len(rows), max(last, EVIDENCE_ROWS_MAX))
+    return rows[max(0, stop - EVIDENCE_ROWS_MAX) : stop]
 
 
 def _effect_series(frame: Frame, name: str, column: int, level: str) -> Floats:
@@ -303,7 +311,7 @@ def _upstream_evidence(frame: Frame, locus: Locus, w: Window, metric: Metric) ->
 def _refused(frame: Frame, locus: Locus, w: Window) -> tuple[Link, ...]:
     """Learned edges that run against the order inside a step: said, never used."""
     names = sorted({e.cause for p in UPSTREAM for e in p.edges} & set(frame.facts.series))
-    rows = np.flatnonzero(frame.usable)[-EVIDENCE_ROWS_MAX:]
+    rows = _evidence_rows(frame, locus)
     column = int(locus.columns[0])
     series = {"compute_ms": frame.own[rows, column].astype(np.float64)}
     for name in names:

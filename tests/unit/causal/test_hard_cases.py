@@ -261,3 +261,18 @@ def test_steps_whose_longest_phase_was_not_told_are_left_out(small):
     kept["forward_ms"] = np.where(gone, np.nan, series["forward_ms"])
     causes = diagnose(job.facts(series=kept)).causes
     assert [(c.category, c.subject.rank) for c in causes] == [("slow_compute", 3)]
+
+
+def test_a_loaded_host_slows_all_ranks_of_a_job_on_one_host():
+    found = Case(ranks=8, layout="dp", faults=(("host_contention", 3, 150),), seed=9005)
+    job = found.job()
+    causes = diagnose(found.facts(job)).causes
+    assert right(causes[0], job.truths[0])
+    assert [c.category for c in causes] == ["host_contention"]
+
+
+@pytest.mark.parametrize(("kind", "rank", "seed"), [("thermal", 7, 9001), ("gc_pause", 4, 9003)])
+def test_a_fault_soon_after_the_start_of_a_long_window_keeps_its_upstream_cause(kind, rank, seed):
+    found = Case(ranks=8, layout="dp", faults=((kind, rank, 45),), seed=seed)
+    job = found.job()
+    assert right(diagnose(found.facts(job)).causes[0], job.truths[0])
