@@ -85,10 +85,10 @@ def _dead(facts: Facts, seen: Stall) -> list[Cause]:
 
 
 def _waiting(wait: Wait) -> Evidence:
-    who = f"ranks {','.join(map(str, wait.waiters[:16]))}"
+    who = w.listed(wait.waiters)
     return evidence(
-        f"{who} wait in {wait.op} number {wait.sequence} of group {wait.group.split('#')[0]}; not entered by"
-        f" {','.join(map(str, wait.absent[:16]))}",
+        f"{who} wait{'s' * (len(wait.waiters) == 1)} in {wait.op} number {wait.sequence} of group "
+        f"{wait.group.split('#')[0]}; not entered by {w.listed(wait.absent)}",
         value=float(len(wait.waiters)),
         unit="ranks",
         ref=f"{wait.source}:{wait.group}/{wait.sequence}" if wait.source == "collectives" else wait.source,

@@ -135,7 +135,8 @@ def spoken(facts: Facts, words: Words, explain_root: Explain) -> list[Cause]:
         return early
     t = told(facts, words)
     if t is None:
-        return _watchdogs(words) or _silent(words) or liveness_stacks.spoken(facts, words, explain_root)
+        said = _watchdogs(words) or _silent(words) or liveness_stacks.spoken(facts, words, explain_root)
+        return said or liveness_stacks.counted(facts, words, explain_root)
     proof = _proof(t)
     done = words.said("training_done")
     if done and boundary(t.wait) and not _others_in_training(words, t, done):

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lanterne.nouns import Collective
 
@@ -49,16 +50,20 @@ def numel(shape: str) -> int:
     return total
 
 
+@lru_cache(maxsize=4096)
 def canonical(op: str) -> str:
     """One name for the spellings of an op: ``_all_gather_base`` and ``ALLGATHER`` are ``allgather``."""
     name = op.lower().rpartition(":")[2].replace("_", "").replace("base", "").replace("intotensor", "").strip()
     return name.replace("tensor", "")
 
 
+_FREE = tuple(map(canonical, _UNEQUAL_IS_FINE))
+
+
 def descriptor(call: Collective) -> tuple[str, int, str]:
     """What all members must agree on: op, elements (where sizes must agree), dtype."""
     op = canonical(call.op)
-    free = any(op.startswith(canonical(name)) for name in _UNEQUAL_IS_FINE)
+    free = op.startswith(_FREE)
     return op, 0 if free else numel(call.shape), call.dtype.lower()
 
 

@@ -84,9 +84,11 @@ def ranges(numbers: Sequence[int]) -> str:
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print a report (the JSON form of :class:`lanterne.nouns.Report`) to ``console``."""
     healthy = report.get("healthy", False)
-    console.print(
-        Panel(Text(report.get("verdict", "no verdict"), style="bold"), border_style="green" if healthy else "red")
-    )
+    answer = Text(report.get("verdict", "no verdict"), style="bold")
+    first = next((c for i in report.get("incidents", []) for c in i.get("causes", [])), None)
+    if first and (first.get("remedy") or {}).get("says"):
+        answer.append(f"\n→ {first['remedy']['says']}", style="green")
+    console.print(Panel(answer, border_style="green" if healthy else "red"))
     for incident in report.get("incidents", []):
         console.print(
             Text(f"{incident['severity']} {incident['kind']} · {incident['status']} · {incident['id']}", style="cyan")
