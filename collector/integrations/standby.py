@@ -29,8 +29,10 @@ AGAIN_S = 60.0
 """An attempt that was restarted is left alone for so long before the next standby is started beside it."""
 LOOK_S = 0.1
 PRELOADED = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data", "lanterne.collector.session",
+    "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data", "torch._dynamo",
+    "lanterne.collector.session", "lanterne.collector.commands",
 )  # fmt: skip
+"""``torch._dynamo`` because the first optimizer that is made imports it: as much work as all of torch besides."""
 _FLAGS_WITHOUT_US = frozenset("EIS")
 """Python's options that ignore PYTHONPATH or ``sitecustomize``."""
 _FIXED = ("--no-python", "--no_python", "--run-path", "--run_path")
