@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 Callback = Callable[[Sequence[Batch]], None]
 QUERY_TIMEOUT_S = 30.0
-FRESH_S = 2.0
+FRESH_S = 5.0
 """A query waits at most so long for rows that were acknowledged before it and are not in the tables yet."""
 RETRY_S = 0.5
 _BAD_ROWS = (duckdb.ConversionException, duckdb.ConstraintException, duckdb.InvalidInputException, pa.ArrowInvalid)
