@@ -15,6 +15,7 @@ from test_store_events import count, open_store, spans
 
 from lanterne.backend.store import backup, journal
 from lanterne.backend.store.batch import Batch, from_columns
+from lanterne.backend.store.events import QueueFull
 from lanterne.backend.store.journal import Journal
 from lanterne.backend.store.writing import Writing
 from lanterne.errors import LanterneError, StoreUnavailable
@@ -174,4 +175,24 @@ def test_rows_that_the_tables_refuse_are_not_answered(tmp_path: Path) -> None:
     nulls = batch.table.set_column(7, "step", [[None] * batch.rows])
     with pytest.raises(LanterneError, match="step: a value is missing"):
         store.accept(Batch("spans", nulls, batch.runs))
+    store.close()
+
+
+def test_23_a_writer_that_stands_still_fills_the_queue_and_refuses_the_next(tmp_path: Path) -> None:
+    """What is answered and not stored counts: the memory of the server is bounded, and nothing answered is lost."""
+    batch = spans(events(20))
+    store = open_store(tmp_path, queue_bytes=batch.nbytes * 2)
+    gate = threading.Event()
+    blocked = threading.Thread(target=store.work, args=(lambda _: gate.wait(30),))
+    blocked.start()
+    for rank in range(2):
+        store.accept(spans(events(20), rank)).result()
+    with pytest.raises(QueueFull, match="bytes wait for the writer"):
+        store.accept(batch)
+    gate.set()
+    blocked.join()
+    assert count(store) == 160
+    store.work(lambda _: None)
+    store.accept(spans(events(20), 2)).result()
+    assert count(store) == 240
     store.close()
