@@ -27,6 +27,8 @@ from lanterne.clock import Clock
 from lanterne.settings import ServerSettings
 
 T = TypeVar("T")
+COSTLY_S = 0.1
+REST_FACTOR = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Context:
     signs: dict[tuple[str, int], tuple[int, int, dict[int, dict[str, Any]]]] = field(default_factory=dict)
     """By attempt: the store's version, the last commit's server Unix ns, and the last signs by rank."""
     _cache: dict[Any, tuple[int, Any]] = field(default_factory=dict)
-    _kept: dict[Any, tuple[int, Any]] = field(default_factory=dict)
+    _kept: dict[Any, tuple[int, int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grids", Grids(self.store))
@@ -67,15 +69,21 @@ class Context:
         found: T = known[1]
         return found
 
-    def kept(self, at: tuple[str, int], key: Any, make: Callable[[], T]) -> T:
-        """What ``make`` gave of an attempt, until the store gets new rows of it; at most 1,000 keys are kept."""
-        version = self.store.version(*at)
+    def kept(self, at: tuple[str, int], key: Any, make: Callable[[], T], *, rests: bool = False) -> T:
+        """What ``make`` gave of an attempt, until the store gets new rows of it; at most 1,000 keys are kept.
+
+        What ``rests`` and took longer than ``COSTLY_S`` to make is shown ``REST_FACTOR`` times as long all the same.
+        """
+        version, now = self.store.version(*at), self.clock.monotonic_ns()
         known = self._kept.get((at, key))
-        if known is None or known[0] != version:
+        if known is None or (known[0] != version and now >= known[1]):
             if len(self._kept) > 1_000:
                 self._kept.clear()
-            known = self._kept[at, key] = (version, make())
-        found: T = known[1]
+            made = make()
+            took = self.clock.monotonic_ns() - now
+            until = now + int(REST_FACTOR * took) if rests and took > COSTLY_S * 1e9 else 0
+            known = self._kept[at, key] = (version, until, made)
+        found: T = known[2]
         return found
 
 

@@ -60,10 +60,10 @@ def ranks(context: Ctx, at: OfJob, limit: Limit = limits.PAGE_ROWS_DEFAULT, curs
     first = after[0] + 1 if after else 0
     store, key, now = context.store, at.key, context.clock.unix_ns()
     found = seen(context, at.job, at.attempt).signs
-    progress = context.kept(at.here, "progress", lambda: queries.last_steps(store, at.here))
+    progress = context.kept(at.here, "progress", lambda: queries.last_steps(store, at.here), rests=True)
     clocks = {r["rank"]: r for r in store.rows("SELECT * FROM rank_clocks WHERE job = ? AND attempt = ?", key)}
     beats = queries.beats(store, at.here, now)
-    dropped = context.kept(at.here, "dropped", lambda: queries.dropped(store, at.job.id, at.attempt))
+    dropped = context.kept(at.here, "dropped", lambda: queries.dropped(store, at.job.id, at.attempt), rests=True)
 
     def show(record: Any) -> dict[str, Any]:
         identity, rank = record.identity, record.identity.rank

@@ -51,7 +51,7 @@ def metrics(
     Of more than ``most`` series those stay that stray furthest from the median of their step.
     """
     if name is None:
-        return {"names": context.kept(at.here, "names", lambda: _names(context, at))}
+        return {"names": context.kept(at.here, "names", lambda: _names(context, at), rests=True)}
     unit = wire.UNITS.get(name, "ms" if name.endswith("_ms") else "")
     if rank is None and label is None:
         kept = lines.of(context.grids, at.here, name, aggregate, from_step, to_step, most)

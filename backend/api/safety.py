@@ -37,6 +37,7 @@ def _safety(context: Context, job: str, attempt: int) -> Safety:
         (job, attempt),
         "safety",
         lambda: safety.look(build_facts(context.store, job, attempt, now_ns=context.clock.unix_ns())),
+        rests=True,
     )
 
 

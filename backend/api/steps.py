@@ -172,7 +172,7 @@ def collectives(
 @router.get("/jobs/{job}/communication")
 def communication(context: Ctx, at: OfJob) -> dict[str, Any]:
     """By group and op: time = alpha + bytes / beta fitted over the last 20,000 calls, best and last bandwidth."""
-    return context.kept(at.here, "communication", lambda: _communication(context, at))
+    return context.kept(at.here, "communication", lambda: _communication(context, at), rests=True)
 
 
 def _communication(context: Context, at: At) -> dict[str, Any]:
