@@ -51,8 +51,11 @@ def _text(path: Path) -> str:
 
 
 def capable(root: Path, *capabilities: int) -> bool:
-    """Has this process one of these capabilities?"""
-    rows = [r.split() for r in _text(root / "proc/self/status").splitlines() if r.startswith("CapEff:")]
+    """Has this process one of these capabilities? False where the process is not found below ``root``."""
+    try:
+        rows = [r.split() for r in _text(root / "proc/self/status").splitlines() if r.startswith("CapEff:")]
+    except OSError:  # the /proc of another process namespace
+        return False
     mask = int(rows[0][1], 16) if rows else 0
     return any(mask >> c & 1 for c in capabilities)
 

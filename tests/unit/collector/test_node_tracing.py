@@ -37,6 +37,12 @@ def test_what_the_kernel_permits(tmp_path: Path, paranoid: str, capabilities: in
     assert bool(perf_absent(tree(tmp_path, paranoid, capabilities))) is absent
 
 
+def test_a_process_that_is_not_in_the_tree_has_no_capability(tmp_path: Path) -> None:
+    root = tree(tmp_path, "2", 1 << 38)
+    (root / "proc/self/status").unlink()
+    assert "perf_event_paranoid is 2" in perf_absent(root)
+
+
 def test_counters_of_this_machine() -> None:
     perf = Perf(Path("/"))
     if perf.absent:
