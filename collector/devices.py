@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from statistics import median
 from typing import Any, Protocol
 
 GROUP = "lanterne.devices"
@@ -31,7 +30,7 @@ ROUNDS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The straggler benchmark's medians. ``error`` says why there is none; the numbers are 0 then."""
+    """The straggler benchmark's best rounds. ``error`` says why there is none; the numbers are 0 then."""
 
     device: str
     gemm_ms: float = 0.0
@@ -122,7 +121,7 @@ def _milliseconds(work: Callable[[], object], wait: Callable[[], None]) -> float
         work()
         wait()
         took.append((time.perf_counter() - began) * 1e3)
-    return median(took)
+    return min(took)  # what else runs on the device or core disturbs a round, a slow device all of them
 
 
 def current() -> tuple[Device, int]:
@@ -138,7 +137,7 @@ def current() -> tuple[Device, int]:
 
 
 def measure(device: Device, index: int = 0, *, sizes: Mapping[str, tuple[int, int]] = SIZES) -> Measured:
-    """The straggler benchmark on one device: median of nine runs. Never raises."""
+    """The straggler benchmark on one device: the best of nine runs. Never raises."""
     name = f"{device.kind}:{index}"
     if device.absent:
         return Measured(device=name, error=device.absent)

@@ -12,8 +12,9 @@ from lanterne.backend.detect.base import attribute, events, finding
 from lanterne.causal.facts import Facts
 from lanterne.nouns import Anomaly, EventName, Severity
 
-RATIO = 1.3
-"""Times the median of the other ranks; nine rounds a measurement, of which the median counts."""
+RATIO, RATIO_CPU = 1.3, 2.0
+"""Times the median of the other ranks; nine rounds a measurement, of which the best counts. Ranks share cores, so a CPU
+must stand out by more."""
 RANKS_MIN = 3
 PARTS = {"gemm_ms": "matrix product", "copy_ms": "copy"}
 
@@ -28,13 +29,13 @@ def detect(facts: Facts) -> list[Anomaly]:
     kinds = {str(e.attributes.get("device", "")).partition(":")[0] for e in of_rank.values()}
     if len(of_rank) < RANKS_MIN or len(kinds) > 1:
         return []
-    found = []
+    found, ratio = [], RATIO_CPU if kinds == {"cpu"} else RATIO
     for key, what in PARTS.items():
         took = {rank: attribute(e, key) for rank, e in of_rank.items()}
         took = {rank: ms for rank, ms in took.items() if ms > 0}
         for rank, ms in took.items():
             usual = float(np.median([other for r, other in took.items() if r != rank])) if len(took) > 1 else ms
-            if len(took) >= RANKS_MIN and ms > RATIO * usual:
+            if len(took) >= RANKS_MIN and ms > ratio * usual:
                 found.append(
                     finding(
                         facts, "slow_device",

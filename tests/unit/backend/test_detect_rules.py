@@ -159,9 +159,9 @@ def of_agent(category: str, state: str) -> Facts:
     return replace(facts(series(), [said]), places={r: Place(host="node0") for r in range(4)})
 
 
-def probed(*gemm_ms: float, copy_ms: float = 2.0, step: int = 150) -> Facts:
+def probed(*gemm_ms: float, copy_ms: float = 2.0, step: int = 150, device: str = "cuda:0") -> Facts:
     said = [
-        event("device_probe", r, step, device="cuda:0", gemm_ms=ms, copy_ms=copy_ms if r == 1 else 2.0)
+        event("device_probe", r, step, device=device, gemm_ms=ms, copy_ms=copy_ms if r == 1 else 2.0)
         for r, ms in enumerate(gemm_ms)
     ]
     return facts(series(), said)
@@ -375,6 +375,11 @@ RULES: dict[str, tuple[str, Make, Make]] = {
         "slow_device",
         lambda: probed(1.0, 1.0, 1.0, copy_ms=4.0),
         lambda: probed(1.4, 1.5, 1.6, 1.4, copy_ms=2.1),
+    ),
+    "cores that are shared": (
+        "slow_device",
+        lambda: probed(0.25, 0.26, 0.6, device="cpu:0"),
+        lambda: probed(0.25, 0.26, 0.42, device="cpu:0"),
     ),
     "a device without enough peers": ("slow_device", lambda: probed(1.0, 9.0, 1.0), lambda: probed(1.0, 9.0)),
     "a busy neighbour": (
