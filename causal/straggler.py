@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lanterne.causal import stats
@@ -10,19 +12,21 @@ from lanterne.causal.frame import ROLE_PEERS_MIN, Frame
 from lanterne.causal.kernels import kernel_evidence
 from lanterne.causal.scoring import CLAIM
 from lanterne.causal.stats import Ints
-from lanterne.causal.timing import NOBODY, Locus, SpreadLead, changes, heavy_stage, loci, spread_lead
+from lanterne.causal.timing import NOBODY, Change, Locus, SpreadLead, changes, heavy_stage, loci, spread_lead
 from lanterne.causal.upstream import Explained, explain, window_of
-from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom
+from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom, group_name
 
 VICTIMS_MAX = 8
 UPSTREAM_SERIES = ("gpu_clock_mhz", "host_runqueue", "gc_ms", "tokens")
+TOGETHER_MIN, TOGETHER_STEPS, UNPLACED = 3, 3, 0.5
 SAVING_SHARE_MIN = 0.012  # of a step; a straggler that saves less is not reported
 
 
 def findings(frame: Frame) -> list[Finding]:
     """Stragglers of the window: ranks, hosts, a heavy stage, or a lead that wanders from rank to rank."""
-    pairs = [(locus, _finding(frame, locus)) for locus in loci(frame, changes(frame))]
-    named = [(locus, f) for locus, f in pairs if f is not None]
+    changed = changes(frame)
+    pairs = [(locus, _finding(frame, locus)) for locus in loci(frame, changed)]
+    named = [(locus, _unplaced(frame, f, changed)) for locus, f in pairs if f is not None]
     steady = [locus for locus, _ in named if _steady(frame, locus)]
     lead = spread_lead(frame, np.concatenate([NOBODY, *(locus.columns for locus in steady)]))
     wandering = None if lead is None else _wandering(frame, lead)
@@ -30,6 +34,17 @@ def findings(frame: Frame) -> list[Finding]:
         named = [(locus, f) for locus, f in named if locus in steady or _of_its_own(f, wandering)]
     rest = (wandering, _stage(frame), _everybody_waits_for_data(frame))
     return [*(f for _, f in named), *(f for f in rest if f is not None)]
+
+
+def _unplaced(frame: Frame, finding: Finding, changed: list[Change]) -> Finding:
+    """A lead at most, where several ranks became slower together and nobody told which of them share a host."""
+    since = finding.cause.since_step
+    together = [int(frame.ranks[c.column]) for c in changed if abs(frame.step(c.row) - (since or 0)) <= TOGETHER_STEPS]
+    if frame.hosts != ("",) or since is None or len(together) < TOGETHER_MIN:
+        return finding
+    need = f"the hosts of ranks {group_name(together)}, which became slower at the same step"
+    cause = replace(finding.cause, needs=(need, *finding.cause.needs))
+    return replace(finding, cause=cause).with_confidence(min(cause.confidence, UNPLACED))
 
 
 def _steady(frame: Frame, locus: Locus) -> bool:

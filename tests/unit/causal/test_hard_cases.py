@@ -276,3 +276,12 @@ def test_a_fault_soon_after_the_start_of_a_long_window_keeps_its_upstream_cause(
     found = Case(ranks=8, layout="dp", faults=((kind, rank, 45),), seed=seed)
     job = found.job()
     assert right(diagnose(found.facts(job)).causes[0], job.truths[0])
+
+
+def test_ranks_that_slow_together_are_leads_where_their_hosts_are_unknown(small):
+    job = small(ranks=12, steps=200)
+    job.work["forward"][80:, 3:6] *= 2.2
+    causes = diagnose(job.facts(places={})).causes
+    assert causes
+    assert {c.subject.rank for c in causes} <= {3, 4, 5}
+    assert all(c.confidence < scoring.CLAIM and "became slower at the same step" in c.needs[0] for c in causes)
