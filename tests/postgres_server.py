@@ -16,10 +16,32 @@ PORT = "5599"
 USER = "lanterne"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Postgres:
     folder: Path
     binaries: Path
+    as_user: list[str]
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        options = ["-k", str(self.folder), "-p", PORT, "-c", "listen_addresses=", "-c", "fsync=off"]
+        command = [*self.as_user, str(self.binaries / "postgres"), "-D", str(self.folder / "data"), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        asked = [str(self.binaries / "pg_isready"), "-q", "-h", str(self.folder), "-p", PORT]
+        for _ in range(200):
+            if subprocess.run(asked, check=False).returncode == 0:
+                return
+            time.sleep(0.1)
+        raise AssertionError("PostgreSQL did not come up")
+
+    def stop(self) -> None:
+        """Shut down at once, whoever is connected."""
+        if self.process is not None:
+            control = [*self.as_user, str(self.binaries / "pg_ctl"), "-D", str(self.folder / "data"), "-m", "immediate"]
+            subprocess.run([*control, "stop"], check=True, stdout=subprocess.DEVNULL)
+            self.process.wait(30)
+            self.process = None
 
     def make(self, database: str) -> None:
         command = [self.binaries / "createdb", "-h", self.folder, "-p", PORT, "-U", USER, database]
@@ -54,16 +76,9 @@ def postgres() -> Iterator[Postgres]:
         folder.chmod(0o755)
         initdb = [*as_user, str(where / "initdb"), "-D", str(folder / "data"), "-A", "trust", "-U", USER, "--no-sync"]
         subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL)
-        options = ["-k", str(folder), "-p", PORT, "-c", "listen_addresses=", "-c", "fsync=off"]
-        command = [*as_user, str(where / "postgres"), "-D", str(folder / "data"), *options]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        server = Postgres(folder, where, as_user)
+        server.start()
         try:
-            for _ in range(200):
-                asked = [str(where / "pg_isready"), "-q", "-h", str(folder), "-p", PORT]
-                if subprocess.run(asked, check=False).returncode == 0:
-                    break
-                time.sleep(0.1)
-            yield Postgres(folder, where)
+            yield server
         finally:
-            process.terminate()
-            process.wait(30)
+            server.stop()

@@ -108,3 +108,22 @@ def test_a_backend_is_killed_and_senders_go_to_the_other(server: Postgres, tmp_p
                     wait_for(base, "crash", rank, list(range(count)))
             assert send(a, "crash", 0, sent[0])
             wait_for(b, "crash", 0, list(range(sent[0] + ROWS)))
+
+
+def test_while_postgresql_is_away_a_backend_takes_and_shows_its_own(server: Postgres, tmp_path: Path) -> None:
+    fleet = Fleet(server, tmp_path, "away")
+    with fleet.serve("a") as (_, a), fleet.serve("b") as (_, b):
+        assert send(a, "one", 0, 0)
+        wait_for(b, "one", 0, list(range(ROWS)))
+        server.stop()
+        try:
+            assert send(a, "one", 0, ROWS)
+            with httpx.Client(base_url=a, timeout=60) as client:
+                told = client.get("/readyz")
+                assert told.status_code == 503
+                assert "control database" in told.json()["reason"]
+        finally:
+            server.start()
+        expected = list(range(2 * ROWS))
+        wait_for(a, "one", 0, expected)
+        wait_for(b, "one", 0, expected)
