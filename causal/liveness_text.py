@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lanterne.causal import liveness_stacks
 from lanterne.causal import words as w
@@ -232,7 +232,20 @@ def _suspects(facts: Facts, words: Words, t: Told, proof: list[Evidence], explai
         for rank in t.absent:
             out += explain_root(facts, words, rank, t.wait, proof, alone=False)
         return out
-    return [_cannot(t, proof)]
+    return _quiet_logs(facts, words, t, proof, explain_root) or [_cannot(t, proof)]
+
+
+def _quiet_logs(facts: Facts, words: Words, t: Told, proof: list[Evidence], explain_root: Explain) -> list[Cause]:
+    """Not all logs are there, and of those that are, few do not speak of a time-out: a lead until the rest is read."""
+    quiet = [r for r in t.absent if words.of(r, "last_line")]
+    if not quiet or len(quiet) * 3 > len(t.waiters):
+        return []
+    out: list[Cause] = []
+    for rank in quiet[:4]:
+        out += explain_root(facts, words, rank, t.wait, proof, alone=False)
+    unread = sorted(set(t.absent) - set(quiet))
+    need = (f"logs or Flight Recorder dumps of {w.listed(unread)}",) if unread else ()
+    return [replace(c, confidence=min(c.confidence, 0.55), needs=(*c.needs, *need)) for c in out]
 
 
 def explained_by_crash(words: Words, rank: int) -> bool:

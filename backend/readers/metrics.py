@@ -111,7 +111,7 @@ class RowMetrics:
 
     def row(self, row: Mapping[str, Any], step: int | None = None, rank: int | None = None) -> int | None:
         """Add one row; the answer is its step."""
-        flat = flatten(row) if any(isinstance(v, Mapping) for v in row.values()) else row
+        flat = flatten(row) if any(isinstance(v, dict) for v in row.values()) else row
         columns = self._columns(tuple(flat))
         if step is None:
             step = next(
