@@ -6,13 +6,17 @@ thread holds the interpreter's lock. The handler is on a real-time signal that n
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
 import signal
+import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic_ns
 from types import TracebackType
@@ -26,6 +30,7 @@ from lanterne.nouns import EventName
 
 GC_EVENT_NS = 10_000_000
 SOCKET_PATH_MAX = 100
+LOG_ERROR = 2
 _GC_KEYS = SEPARATOR.join(("generation", "duration_ms", "collected"))
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
@@ -56,17 +61,58 @@ class WorkerServer:
             if len(str(path)) > SOCKET_PATH_MAX:
                 path = Path(tempfile.gettempdir()) / f"lanterne-{os.getuid()}-{os.getpid()}.sock"
             path.unlink(missing_ok=True)
-            self._server = _WorkerServer(str(path), -1)
+            with _hushed():
+                self._server = _WorkerServer(str(path), -1)
             path.chmod(0o600)
             self.path = str(path)
         except Exception:  # private interface of torch: its absence is a source less
             self._server = None
 
     def stop(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server = None
-            Path(self.path).unlink(missing_ok=True)
+        """Shut it down. One whose thread has not begun to serve would never notice: that one stays until the end."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        if _serves(self.path):
+            with _hushed():
+                server.shutdown()
+        else:
+            _unserved.append(server)
+        Path(self.path).unlink(missing_ok=True)
+
+
+_unserved: list[Any] = []
+
+
+def _serves(path: str) -> bool:
+    """Does the server behind this socket answer a request within a second?"""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+            door.settimeout(1.0)
+            door.connect(path)
+            door.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return bool(door.recv(1))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Keep torch's C++ from telling the user's stderr at level warning that our server comes and goes."""
+    try:
+        import torch
+
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another build of torch: it speaks, and nothing is lost
+        yield
+        return
+    before = level.value
+    level.value = max(before, LOG_ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 class Exceptions:
