@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 
-def figure(name: str, value: float, unit: str, *, goal: float | None = None, better: str = "lower") -> dict[str, Any]:
-    """One figure; ``goal`` is None where it has none."""
-    return {"name": name, "value": round(value, 4), "unit": unit, "goal": goal, "better": better}
+def figure(
+    name: str, value: float | None, unit: str, *, goal: float | None = None, better: str = "lower"
+) -> dict[str, Any]:
+    """One figure; ``goal`` is None where it has none, ``value`` where it could not be measured."""
+    rounded = None if value is None else round(value, 4)
+    return {"name": name, "value": rounded, "unit": unit, "goal": goal, "better": better}
 
 
 def report(benchmark: str, figures: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

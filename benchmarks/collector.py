@@ -1,19 +1,20 @@
-"""What the collector costs: ``python -m benchmarks.collector [--quick] [--json]``.
+"""What the collector costs: ``python -m benchmarks.collector [--quick] [--json] [--rivals-python PATH]``.
 
 One process, one thread, a small model under DDP on a gloo group of one, so that a step is short and the difference
 shows. The loops (plain, ours, each rival that is installed) take turns, a block of steps each; the figure is the
 difference of the lower deciles of the CPU time of the training thread a step, which a busy machine moves least.
-The cost does not depend on the step's length, so the share is that of a step of 100 ms.
+The cost does not depend on the step's length, so the share is that of a step of 100 ms. Rivals are measured where
+``--rivals-python`` (or ``LANTERNE_BENCH_RIVALS_PYTHON``) names an interpreter that has torch and them; each against
+the plain loop in a process of its own, the median of several. One that is not there is null, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
-import importlib.util
 import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,47 +24,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import lanterne
+from benchmarks._collector_rivals import LOOPS
 from benchmarks._common import figure, report
+from benchmarks._training import Training, decile_us, group, plain
 from lanterne import wire
 from lanterne.blackbox import BlackBox
 from lanterne.collector import native
 from lanterne.nouns import Event
 
 STEPS_A_BATCH = 5  # 0.5 s of steps of 100 ms: what one export carries
-NOT_MEASURED = {
-    "traceml": "traceml", "trainscope": "trainscope", "wandb": "wandb", "mlflow": "mlflow",
-}  # fmt: skip
-"""Rivals by the module that would have to be installed."""
-
-
-class Training:
-    """The loop that everybody observes: three linear layers, DDP, clipping, AdamW, batches ``[8, 32]``."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)]
-        self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1_000_000)
-        self.x = torch.randn(8, 32)
-
-    def step(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(self.x).pow(2).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return loss
-
-
-def _plain(training: Training, steps: int) -> Iterator[None]:
-    for _ in range(steps):
-        training.step()
-        yield
 
 
 def _ours(training: Training, steps: int, folder: Path, number: int) -> Iterator[None]:
@@ -87,26 +58,15 @@ def _torch_profiler(training: Training, steps: int) -> Iterator[None]:
             yield
 
 
-def _decile_us(steps: Iterator[None]) -> float:
-    """Lower decile of the thread's CPU time a step, in us; the first tenth warms up."""
-    found, last = [], time.thread_time_ns()
-    for _ in steps:
-        now = time.thread_time_ns()
-        found.append(now - last)
-        last = now
-    kept = sorted(found[len(found) // 10 :])
-    return kept[len(kept) // 10] / 1e3
-
-
 def step_costs(folder: Path, rounds: int, steps: int) -> dict[str, float]:
     """us a step above the plain loop, by loop: the median over rounds in which the loops take turns."""
     training = Training()
-    _decile_us(_plain(training, steps))
+    decile_us(plain(training, steps))
     differences: dict[str, list[float]] = {"ours": [], "torch_profiler": []}
     for number in range(rounds):
-        plain = _decile_us(_plain(training, steps))
-        differences["ours"].append(_decile_us(_ours(training, steps, folder, number)) - plain)
-        differences["torch_profiler"].append(_decile_us(_torch_profiler(training, steps // 4)) - plain)
+        bare = decile_us(plain(training, steps))
+        differences["ours"].append(decile_us(_ours(training, steps, folder, number)) - bare)
+        differences["torch_profiler"].append(decile_us(_torch_profiler(training, steps // 4)) - bare)
     return {name: median(values) for name, values in differences.items()}
 
 
@@ -154,13 +114,30 @@ def wire_bytes(folder: Path, job: str) -> float:
     return sum(sizes) / len(sizes) / STEPS_A_BATCH
 
 
-def run(quick: bool) -> dict[str, Any]:
+def rival_cost(python: str, name: str, rounds: int, steps: int) -> tuple[float | None, str]:
+    """(us a step above the plain loop, "") of a rival, or (None, why it could not be measured)."""
+    if not python:
+        return None, "no interpreter was named that has it (--rivals-python)"
+    root, found = Path(__file__).parents[1], []
+    for _ in range(rounds):
+        done = subprocess.run(
+            [python, "-m", "benchmarks._collector_rivals", name, str(steps)],
+            cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        lines = done.stdout.strip().splitlines()
+        if done.returncode or not lines:
+            return None, (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][:300]
+        found.append(float(json.loads(lines[-1])["us"]))
+    return median(found), ""
+
+
+def run(quick: bool, python: str = "") -> dict[str, Any]:
     """Measure everything; one gloo group of one rank for the time of it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     native.build()
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where sessions lie by default
-    with tempfile.TemporaryDirectory(dir=shared) as name, _group():
+    with tempfile.TemporaryDirectory(dir=shared) as name, group():
         folder = Path(name)
         costs = step_costs(folder, 3 if quick else 9, 400 if quick else 1_500)
         collective = collective_cost(folder, 5 if quick else 15, 1_000)
@@ -173,35 +150,26 @@ def run(quick: bool) -> dict[str, Any]:
         figure("wire_bytes_per_rank_step", size, "By", goal=3_000),
         *(figure(f"rival_{rival}_us_per_step", cost, "us") for rival, cost in costs.items()),
     ]
-    skipped = {
-        rival: "not installed" if importlib.util.find_spec(module) is None else "installed, but no loop for it here yet"
-        for rival, module in NOT_MEASURED.items()
-    }
+    skipped = {}
+    for rival in LOOPS:
+        found, why = rival_cost(python, rival, 1 if quick else 5, 200 if quick else 800)
+        figures.append(figure(f"rival_{rival}_us_per_step", found, "us"))
+        skipped |= {rival: why} if why else {}
     return report("collector", figures, skipped=skipped)
-
-
-@contextlib.contextmanager
-def _group() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as name:
-        store: Any = torch._C._distributed_c10d.FileStore(str(Path(name) / "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="under a minute, noisier")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--rivals-python", default=os.environ.get("LANTERNE_BENCH_RIVALS_PYTHON", ""))
     arguments = parser.parse_args()
-    found = run(arguments.quick)
+    found = run(arguments.quick, arguments.rivals_python)
     if arguments.json:
         print(json.dumps(found))
         return
     for line in found["figures"]:
-        print(f"{line['name']:32} {line['value']:>10} {line['unit']:4} goal {line['goal']}")
+        print(f"{line['name']:32} {line['value'] or '-':>10} {line['unit']:4} goal {line['goal']}")
     print("skipped:", found["skipped"])
 
 
