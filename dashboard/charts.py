@@ -22,7 +22,7 @@ def register(app: Dash, api: Api) -> None:
     _register_drawing(app, api)
     _register_times(app, api)
     _register_zoom(app)
-    _register_picking(app)
+    _register_picking(app, api)
     _register_csv(app, api)
     _register_trace(app, api)
 
@@ -128,18 +128,26 @@ def _register_zoom(app: Dash) -> None:
     )
 
 
-def _register_picking(app: Dash) -> None:
+def _register_picking(app: Dash, api: Api) -> None:
     @app.callback(
-        Output("picked", "children"), Input("heat", "clickData"), State("url", "pathname"), prevent_initial_call=True
+        Output("picked", "children"),
+        Input("heat", "clickData"),
+        State("url", "pathname"),
+        State("url", "search"),
+        prevent_initial_call=True,
     )
-    async def pick(click: dict[str, Any] | None, pathname: str | None) -> Any:
+    async def pick(click: dict[str, Any] | None, pathname: str | None, search: str | None) -> Any:
         """A click selects and does not navigate: the double click that resets a zoom sends two clicks."""
         name = _job_of(pathname)
         if not click or name is None:
             return no_update
         point = click["points"][0]
-        rank, step = round(point["y"]), round(point["x"])
-        value = words.milliseconds(point.get("z"))
+        rank, step, found = round(point["y"]), round(point["x"]), point.get("z")
+        try:
+            rank, step, found = await job.worst_in_cell(api, name, parse(search), rank, step) or (rank, step, found)
+        except ApiError:
+            pass  # the cell as it was drawn, then
+        value = words.milliseconds(found)
         return [
             html.Strong(f"rank {rank}, step {step:,}: {value}"),
             " · ",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 from dash import dcc, html
 
 from lanterne.dashboard import parts, words
@@ -29,6 +31,8 @@ POINTS = 1_000
 WIDTH, HEIGHT = 500, 256
 PHASE_STEPS = 100
 OPEN = {"open", "diagnosed", "acting", "verifying"}
+THIN_ROWS = 128
+"""More rows than this are less than four pixels high each."""
 RANKS_SHOWN = 32
 """Curves of single ranks on one plot: those that stray furthest from the median."""
 
@@ -337,6 +341,32 @@ async def heat_answer(api: Api, name: str, view: View) -> Mapping[str, Any]:
         from_rank=view.from_rank, to_rank=view.to_rank, encoding="f4", **view.window(),
     )  # fmt: skip
     return answer
+
+
+async def worst_in_cell(api: Api, name: str, view: View, rank: int, step: int) -> tuple[int, int, float] | None:
+    """Rank, step and value of the worst within what a drawn cell stands for; None where there is nothing.
+
+    Where rows are too thin to be hit, those beside the cell's count too.
+    """
+    drawn = await heat_answer(api, name, view)
+    ranks, steps = list(drawn.get("ranks") or ()), list(drawn.get("steps") or ())
+    if rank not in ranks or step not in steps:
+        return None
+    high = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    wide = steps[1] - steps[0] if len(steps) > 1 else 1
+    beside = high if len(ranks) > THIN_ROWS else 0
+    if high == wide == 1 and not beside:
+        return None
+    cell = replace(
+        view, from_rank=max(0, rank - beside), to_rank=rank + high - 1 + beside, from_step=step,
+        to_step=step + wide - 1,
+    )  # fmt: skip
+    found = await heat_answer(api, name, cell)
+    values = heat.matrix(found)
+    if not np.isfinite(values).any():
+        return None
+    y, x = divmod(int(np.nanargmax(values)), values.shape[1])
+    return int(found["ranks"][y]), int(found["steps"][x]), float(values[y, x])
 
 
 async def curve_answer(api: Api, name: str, metric: str, view: View, smooth: float) -> Mapping[str, Any]:

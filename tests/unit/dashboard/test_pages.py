@@ -10,12 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import httpx
+import numpy as np
 import plotly.utils
 import pytest
 
 from lanterne.dashboard import callbacks, theme
 from lanterne.dashboard.app import Page, create_dash, create_page
 from lanterne.dashboard.client import Api
+from lanterne.dashboard.pages import job
+from lanterne.dashboard.view import View
 
 PATHS = [
     "/", "/incidents", "/jobs/llama", "/jobs/llama/steps/200", "/jobs/llama/ranks/3", "/jobs/llama/communication",
@@ -209,3 +212,23 @@ def test_each_sentence_with_a_series_leads_to_its_plot(api: Api) -> None:
     leads = [node.href for node in walk(body) if str(getattr(node, "href", "")).startswith("#proof-")]
     assert leads
     assert {lead.removeprefix("#") for lead in leads} <= places
+
+
+def test_a_click_on_a_pooled_cell_names_the_rank_in_it() -> None:
+    values = np.zeros((1024, 8), dtype="<f4")
+    values[777, 6] = 34.0
+
+    def heatmap(request: httpx.Request) -> httpx.Response:
+        asked = {k: int(v) for k, v in request.url.params.items() if v.isdecimal()}
+        first, last = asked.get("from_rank", 0), asked.get("to_rank", 1023)
+        low, high = asked.get("from_step", 0), asked.get("to_step", 7)
+        width = -(-(last - first + 1) // asked["height"])
+        part = values[first : last + 1, low : high + 1]
+        pooled = np.maximum.reduceat(part, np.arange(0, len(part), width))
+        body = {"ranks": list(range(first, last + 1, width)), "steps": list(range(low, high + 1)), "values": pooled}
+        return httpx.Response(200, json=body | {"values": pooled.tolist()})
+
+    found = asyncio.run(
+        job.worst_in_cell(Api("http://api", httpx.MockTransport(heatmap)), "x", View(), rank=772, step=6)
+    )
+    assert found == (777, 6, 34.0)
