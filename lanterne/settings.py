@@ -152,6 +152,8 @@ def _validate(settings: CollectorSettings | ServerSettings) -> None:
             raise UsageError(f"tap: {settings.tap!r} is not one of auto, python, off")
         if settings.compression not in {"", "zstd", "gzip", "none"}:
             raise UsageError(f"compression: {settings.compression!r} is not one of zstd, gzip, none")
+    elif settings.lake and not settings.control_url.startswith("postgresql"):
+        raise UsageError("lake: backends that share it share their control database; set control_url to postgresql://…")
     elif settings.policy not in {"observe", "suggest", "approve", "auto"}:
         raise UsageError(f"policy: {settings.policy!r} is not one of observe, suggest, approve, auto")
 
