@@ -12,6 +12,8 @@ from lanterne.causal.replicas import apart
 from lanterne.nouns import Anomaly, AttributeValue, EventName, Severity
 
 CONFIRM = 2
+ALONE_STEPS = 24
+"""Steps after a check in which the next one would have come at the usual pace (16): it stands alone then."""
 GRADIENTS_AGREE, GRADIENTS_DIFFER = 1e-5, 1e-3
 """Relative: norms of the same gradients differ by their summing order at most; what counts is a hundred times that."""
 AGREED_ROWS = 5
@@ -82,7 +84,8 @@ def optimizer(facts: Facts) -> list[Anomaly]:
 
 
 def divergence(facts: Facts) -> list[Anomaly]:
-    """Checksums of replicated parameters that differ from the majority's in two checks or in the last one."""
+    """Checksums of replicated parameters that differ from the majority's in two checks, or in the last one where no
+    other came for a while: a collector to which they are dear looks seldom."""
     sums = facts.get("parameter_checksum")
     rows = np.flatnonzero(np.isfinite(sums).sum(axis=1) >= 2)
     if not len(rows):
@@ -93,7 +96,9 @@ def divergence(facts: Facts) -> list[Anomaly]:
         usual = x[:, :1]
     odd = apart(x, np.broadcast_to(usual, x.shape))
     wrong = np.flatnonzero(odd.any(axis=1))
-    if len(wrong) < min(CONFIRM, len(rows)) or not len(wrong):
+    since = int(facts.steps[-1] - facts.steps[rows[-1]])
+    seldom = len(wrong) == 1 and wrong[0] == len(rows) - 1 and since >= ALONE_STEPS and odd[-1].sum() == 1
+    if not len(wrong) or (len(wrong) < min(CONFIRM, len(rows)) and not seldom):
         return []
     often = odd.sum(axis=0)
     r = int(often.argmax())

@@ -446,3 +446,12 @@ def test_every_kind_is_tested() -> None:
     tested = {kind for kind, _, _ in RULES.values()} | {"grad_norm", "loss_spikeness"}
     tested |= {"heartbeat_lost", "version_gap", "liveness"}  # test_heartbeat.py
     assert tested >= set(detect.KINDS)
+
+
+@pytest.mark.parametrize(("last", "found"), [(128, True), (190, False)])
+def test_one_check_of_replicas_suffices_where_no_other_comes_for_a_while(last: int, found: bool) -> None:
+    sums = np.full((200, 4), np.nan)
+    sums[[0, 64, last]] = float(1 << 51)
+    sums[last, 3] += 1
+    told = detect.replicas.divergence(facts({**series(), "parameter_checksum": sums}))
+    assert [a.subject.rank for a in told] == ([3] if found else [])
