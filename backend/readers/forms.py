@@ -45,7 +45,7 @@ _SYSLOG = re.compile(r"(?:^|\s)(?P<host>[A-Za-z][\w.-]*) kernel:")
 TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 EXCEPTION = re.compile(
-    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired|OutOfResources))(?::\s*(?P<message>.*))?$"
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Fault|Failure|Expired|OfResources))(?::\s*(?P<message>.*))?$"
 )
 STEP = re.compile(r"\b(?:global_?step|step|iteration|iter)\b[ =:#]*(\d{1,12})(?:/\d+)?", re.IGNORECASE)
 EVENT_SPAN = re.compile(r"\[#(?P<name>\w+)\] \[(?P<what>BEGIN|END|INSTANT)\]\s*(?P<json>\{.*\})?")
