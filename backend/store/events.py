@@ -63,7 +63,7 @@ class EventStore:
         self.clock: Clock = clock or SystemClock()
         self.quality = Quality()
         self.counters = Counters()
-        self.changes = Changes()
+        self._changes = Changes()
         self.recovered = ""
         self.failure = ""
         self._memory_limit, self._queue_bytes = memory_limit, queue_bytes
@@ -160,6 +160,12 @@ class EventStore:
 
     # --- reading ---
 
+    @property
+    def changes(self) -> Changes:
+        """Which jobs got rows since when, up to what was acknowledged before."""
+        self._wait_fresh()
+        return self._changes
+
     @contextlib.contextmanager
     def cursor(self, catalog: str = "") -> Iterator[duckdb.DuckDBPyConnection]:
         """A cursor that sees what was acknowledged before; unqualified names are those of ``catalog``.
@@ -214,7 +220,7 @@ class EventStore:
     def version(self, job: str, attempt: int) -> int:
         """:meth:`Changes.version` once what had been acknowledged before is in the tables."""
         self._wait_fresh()
-        return self.changes.version(job, attempt)
+        return self._changes.version(job, attempt)
 
     def rows(self, sql: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[dict[str, Any]]:
         """:meth:`query` as dictionaries, for small answers."""
@@ -296,7 +302,7 @@ class EventStore:
         if lake is not None:
             self._newest_ns = self._writing.newest_ns()
         self._connection = connection
-        self.changes.forget()
+        self._changes.forget()
         self.failure = ""
 
     def _replay(self) -> None:
@@ -317,7 +323,7 @@ class EventStore:
         except (duckdb.Error, OSError, pa.ArrowException) as error:
             raise StoreUnavailable(f"{self._journal.folder}: {error}") from error
         self._stored = self._journaled = last
-        self.changes.forget()
+        self._changes.forget()
         if last > before:
             log.warning("event store: %d batches were stored from the journal", last - before)
         if self._journal.damage:
@@ -410,7 +416,7 @@ class EventStore:
             raise StoreUnavailable(f"the event store: {self.failure or 'closed'}")
         try:
             found = order.work(writing.cursor)
-            self.changes.forget()
+            self._changes.forget()
             order.future.set_result(found)
         except duckdb.FatalException as error:
             self._fail(error)
@@ -442,7 +448,7 @@ class EventStore:
         except (duckdb.Error, OSError) as error:
             self._fail(error)
             raise StoreUnavailable(f"the event store could not commit: {error}") from error
-        self.changes.note(found, derived)
+        self._changes.note(found, derived)
         self.counters.commits += 1
         self.counters.commit_seconds += (self.clock.monotonic_ns() - began) / 1e9
         for order in orders:

@@ -208,6 +208,11 @@ class Lake:
                     found.append(f"DELETE FROM {self._local}.main.{table} m WHERE {which}")
         return found
 
+    def shippings(self, cursor: duckdb.DuckDBPyConnection) -> int:
+        """How often other backends have shipped rows so far."""
+        query = "SELECT count(*) FROM lake.main.shipped WHERE backend <> ?"
+        return int(cursor.execute(query, [self.backend]).fetchall()[0][0])
+
     def leads(self, cursor: duckdb.DuckDBPyConnection, now_ns: int) -> bool:
         """Is this the first, by name, of the backends that shipped in the last minute?"""
         query = "SELECT min(backend) FROM lake.main.shipped WHERE at_ns > ?"

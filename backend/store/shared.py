@@ -70,7 +70,7 @@ class Shipping:
         self._store, self._settings, self._clock = store, settings, clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._rounds = 0
+        self._rounds = self._others = 0
 
     def start(self) -> None:
         if self._store.lake is not None:
@@ -99,6 +99,9 @@ class Shipping:
                     self._store.work(_deleting(statement))
                 rows = lake.ship(cursor, now)
                 self._rounds += 1
+                if (others := lake.shippings(cursor)) != self._others:
+                    self._others = others
+                    self._store.changes.forget()  # answers that were kept may lack their rows
                 if self._rounds % MERGE_EVERY == 0 and lake.leads(cursor, now):
                     days = self._settings.retention_days
                     lake.maintain(cursor, now - int(days * DAY_NS) if days > 0 else 0)
