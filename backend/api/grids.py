@@ -24,6 +24,7 @@ from lanterne.backend.store.events import EventStore
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 KEPT_MAX = 1_000
 _STEPS = """
 SELECT rank, step, start_ns AS time_ns, value FROM rank_steps
@@ -43,13 +44,15 @@ class Grid:
     """``values`` ``[steps, ranks]`` from step ``first`` on, NaN = nothing was sent, float32
     for ``*_ms`` and float64 for points; ``time_ns`` ``[steps]`` is
     the earliest over ranks. ``version`` is the store's when it was read; ``plain`` is false for a series that is none
-    of one value a rank and step, which then has no values here."""
+    of one value a rank and step, which then has no values here. ``odd`` ``[steps, ranks]`` is true where NaN itself
+    was sent, None = nowhere."""
 
     version: int
     first: int = 0
     values: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     time_ns: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     plain: bool = True
+    odd: Bools | None = None
     _over: dict[str, Doubles] = field(default_factory=dict)
 
     @property
@@ -69,6 +72,11 @@ class Grid:
         """The rows of the steps ``low`` to ``high``, both inclusive, as far as there are any."""
         return slice(max(low - self.first, 0), max(high - self.first + 1, 0))
 
+    def sent(self, rows: slice) -> Bools:
+        """Where a value was sent, ``[rows, ranks]``; NaN is one too."""
+        there = ~np.isnan(self.values[rows])
+        return there if self.odd is None else there | self.odd[rows]
+
     def over(self, how: str) -> Doubles:
         """``median`` or ``max`` over ranks of each step, float64 ``[steps]``; kept."""
         if how not in self._over:
@@ -83,8 +91,14 @@ class Grid:
         values[:kept, : self.ranks] = self.values[:kept]
         values[kept:, : fresh.ranks] = fresh.values
         times = np.concatenate([self.time_ns[:kept], fresh.time_ns])
+        odd = None
+        if self.odd is not None or fresh.odd is not None:
+            odd = np.zeros(values.shape, bool)
+            for part, where in ((self.odd, slice(0, kept)), (fresh.odd, slice(kept, None))):
+                if part is not None:
+                    odd[where, : part.shape[1]] = part[:kept] if where.start == 0 else part
         over = {how: np.concatenate([found[:kept], fresh.over(how)]) for how, found in self._over.items()}
-        return Grid(fresh.version, self.first, values, times, _over=over)
+        return Grid(fresh.version, self.first, values, times, odd=odd, _over=over)
 
 
 def over_ranks(values: Floats, how: str) -> Doubles:
@@ -127,9 +141,13 @@ def read(table: pa.Table, version: int, first: int | None, *, summed: bool) -> G
     value = table.column("value").to_numpy(zero_copy_only=False).astype(np.float64)
     found: Floats = np.bincount(at, weights=value, minlength=many.size).astype(np.float32 if summed else np.float64)
     found[many == 0] = np.nan
+    odd: Bools | None = None
+    if not summed and np.isnan(value).any():
+        odd = np.zeros(shape, bool)
+        odd.reshape(-1)[at[np.isnan(value)]] = True
     times = np.full(shape[0], _NEVER)
     np.minimum.at(times, x, table.column("time_ns").to_numpy())
-    return Grid(version, first, found.reshape(shape), times)
+    return Grid(version, first, found.reshape(shape), times, odd=odd)
 
 
 class Grids:
@@ -185,7 +203,8 @@ class Grids:
         if known is None or known.version != version or not known.plain:
             return self._rows(key, version, None, low, high)
         rows = known.rows(low, high)
-        return Grid(version, max(low, known.first), known.values[rows], known.time_ns[rows])
+        odd = None if known.odd is None else known.odd[rows]
+        return Grid(version, max(low, known.first), known.values[rows], known.time_ns[rows], odd=odd)
 
     def _rows(
         self, key: tuple[str, int, str], version: int, first: int | None, low: int = 0, high: int = limits.STEP_MAX

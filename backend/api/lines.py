@@ -38,7 +38,7 @@ def of(
     rows = grid.rows(low, high)
     times = grid.time_ns[rows]
     steps = np.arange(len(grid.values), dtype=np.int64)[rows] + grid.first
-    sent = ~np.isnan(grid.values[rows]) if aggregate == "none" else None
+    sent = grid.sent(rows) if aggregate == "none" else None
     digits = DECIMALS if name.endswith("_ms") else None
     if sent is None:
         value = grid.over(aggregate)[rows]
