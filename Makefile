@@ -38,7 +38,7 @@ browser:
 system-packages:
 	@if command -v apt-get >/dev/null 2>&1; then \
 	  SUDO=$$( [ "$$(id -u)" = 0 ] || command -v sudo || true ); \
-	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium g++ cmake make >/dev/null; \
+	  $$SUDO apt-get update -qq && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium g++ cmake make valgrind >/dev/null; \
 	else echo "install chromium, a C++ compiler and cmake by hand: apt-get is not here"; fi
 
 test: $(STAMP) browser

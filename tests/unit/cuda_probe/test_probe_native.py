@@ -38,7 +38,7 @@ def test_ctest_passes(built: Path) -> None:
     assert f"0 tests failed out of {len(NAMES)}" in done.stdout
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_no_invalid_memory_access_and_no_leak(built: Path) -> None:
     if not shutil.which("valgrind"):
         pytest.skip("valgrind is not installed (make system-packages)")
