@@ -17,7 +17,7 @@ import numpy as np
 from lanterne.backend import dispatch
 from lanterne.backend.alerts import Alerter
 from lanterne.backend.align.clocks import UNKNOWN_NS, Clocks
-from lanterne.backend.align.facts import assemble, read_window
+from lanterne.backend.align.facts import assemble, placed, read_window
 from lanterne.backend.align.follow import Follower
 from lanterne.backend.align.frame import Frame
 from lanterne.backend.detect import heartbeat
@@ -35,7 +35,7 @@ from lanterne.backend.store.records import BY_HAND, AttemptRecord, IncidentRecor
 from lanterne.causal.facts import Facts
 from lanterne.clock import Clock, SystemClock, thread_cpu_ns
 from lanterne.errors import LanterneError
-from lanterne.nouns import NO_RANK, BreakerState, Incident, IncidentStatus, Report
+from lanterne.nouns import NO_RANK, BreakerState, Identity, Incident, IncidentStatus, Report
 from lanterne.settings import ServerSettings
 
 __all__ = ["LiveRunner", "React", "judge", "report"]
@@ -79,6 +79,7 @@ class _Watched:
     beats_at_ns: int = 0
     safety: Safety | None = None
     follower: Follower | None = None
+    ranks: dict[int, Identity] = field(default_factory=dict)
 
 
 class LiveRunner:
@@ -244,6 +245,9 @@ class LiveRunner:
         since = int(frame.spans.step.min()) if len(frame.spans.step) else 0
         aligned = watched.follower.aligned(sorted(frame.hosts), since=since)
         facts, clocks = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",), aligned=aligned)
+        if not watched.ranks.keys() >= set(facts.ranks):
+            watched.ranks = {r.identity.rank: r.identity for r in self.control.ranks(job, attempt)}
+        facts = placed(facts, watched.ranks)
         late = watched.follower.aligner.late
         if late:
             note = f"{late} collective calls came more than {LIVE_STEPS} steps late and are not aligned"
@@ -406,6 +410,7 @@ def report(
     frame, seen_ns = _until_ended(control, read_window(store, job, chosen, WHOLE_STEPS), now)
     expected = _world_size(control, job, chosen)
     facts, _ = assemble(frame, now_ns=seen_ns, ranks_expected=expected, sources=("live",))
+    facts = placed(facts, {r.identity.rank: r.identity for r in control.ranks(job, chosen)})
     known = known_cases(control, job, chosen)
     judgement = evaluate(facts, known, now_ns=now, levels=levels)
     stored = {record.incident.id: record for record in control.incidents(job, attempt=chosen)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from lanterne.causal import liveness_stacks
 from lanterne.causal import words as w
 from lanterne.causal.facts import FactEvent, Facts
 from lanterne.causal.liveness import Stall, Wait, live
@@ -38,6 +39,8 @@ def explain(facts: Facts, seen: Stall) -> list[Cause]:
         out += _all_present(seen.all_present[0], words)
     if not out:
         out += spoken(facts, words, explain_root)
+    if not out and not seen.waits:
+        out += liveness_stacks.stalled(facts, words, explain_root)
     out += _reported(words)
     return out
 

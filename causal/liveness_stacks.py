@@ -1,4 +1,4 @@
-"""Hangs without a time-out in the logs: stacks, and NCCL's own count of operations.
+"""Hangs without a time-out in the logs: stacks, the ranks' own watchdogs, and NCCL's own count of operations.
 
 Most ranks stand in one collective, and a few stand elsewhere or have not come to it: those are whom the rest waits for.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from lanterne.causal.facts import Facts
 from lanterne.causal.liveness import Wait
 from lanterne.causal.words import Words, evidence, listed, number
-from lanterne.nouns import Cause
+from lanterne.nouns import Cause, EventName
 
 FRAMES = 8  # innermost frames that tell where a thread stands
 COUNT_SURE_MAX = 0.55
@@ -48,6 +48,19 @@ def spoken(facts: Facts, words: Words, explain_root: Callable[..., list[Cause]])
         out += explain_root(facts, words, rank, wait, proof, alone=len(others) == 1)
     again = "a second dump some seconds later: the same frames prove that it stands still"
     return [replace(c, confidence=min(c.confidence, SURE_MAX), needs=(*c.needs, again)) for c in out]
+
+
+def stalled(facts: Facts, words: Words, explain_root: Callable[..., list[Cause]]) -> list[Cause]:
+    """What the ranks' own watchdogs say where no open call was told: most stand in a collective, a few do not."""
+    told = {e.rank: str(e.attributes.get("waiting", "")).lower() for e in facts.events if e.name == EventName.STALL}
+    ahead = sorted(r for r, waiting in told.items() if waiting == "true")
+    behind = sorted(r for r, waiting in told.items() if waiting == "false")
+    if not behind or len(ahead) <= len(behind):
+        return []
+    wait = Wait("", -1, "a collective", 0, tuple(ahead), tuple(behind), source="collectives")
+    says = f"{listed(ahead)} stand in a collective; {listed(behind)} stand still outside of one"
+    proof = [evidence(says, value=float(len(ahead)), unit="ranks", ref="stall")]
+    return [c for rank in behind[:4] for c in explain_root(facts, words, rank, wait, proof, alone=len(behind) == 1)]
 
 
 def counted(facts: Facts, words: Words, explain_root: Callable[..., list[Cause]]) -> list[Cause]:

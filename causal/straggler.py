@@ -19,6 +19,8 @@ from lanterne.nouns import CauseCategory, Cost, Evidence, Subject, Symptom, grou
 VICTIMS_MAX = 8
 UPSTREAM_SERIES = ("gpu_clock_mhz", "host_runqueue", "gc_ms", "tokens")
 TOGETHER_MIN, TOGETHER_STEPS, UNPLACED = 3, 3, 0.5
+PARTNERS_SURE = 0.6
+"""A lead at most, where one of several partners is the cause and nothing tells which."""
 SAVING_SHARE_MIN = 0.012  # of a step; a straggler that saves less is not reported
 
 
@@ -78,10 +80,14 @@ def _subject(frame: Frame, locus: Locus) -> Subject:
     host = frame.hosts[int(frame.host[locus.columns[0]])] or None
     if locus.level == "host":
         return Subject(host=host)
+    if locus.level == "partners":
+        return Subject(group=group_name([int(frame.ranks[c]) for c in locus.columns]))
     return Subject(rank=int(frame.ranks[int(locus.columns[0])]), host=host)
 
 
 def _name(subject: Subject) -> str:
+    if subject.group is not None:
+        return f"one of the ranks {subject.group}"
     if subject.rank is None and subject.host is None:
         return "one of many ranks"
     return f"rank {subject.rank}" if subject.rank is not None else f"host {subject.host}"
@@ -119,6 +125,8 @@ def _finding(frame: Frame, locus: Locus) -> Finding | None:
     if locus.level == "host" and category is CauseCategory.SLOW_COMPUTE and not why.upstream:
         why.score *= 0.8
     confidence = _confidence(frame, locus, why)
+    if locus.level == "partners":
+        confidence = min(confidence, PARTNERS_SURE)
     since = frame.step(locus.change.row)
     path = (_lateness_link(locus, subject), *why.path)
     return make(
@@ -137,11 +145,15 @@ def _finding(frame: Frame, locus: Locus) -> Finding | None:
         path=path,
         symptoms=_victims(frame, locus, subject),
         refused=why.refused,
-        needs=() if why.upstream or category is not CauseCategory.SLOW_COMPUTE else _needs(frame),
+        needs=_needs(frame, locus, subject, why),
     )
 
 
-def _needs(frame: Frame) -> tuple[str, ...]:
+def _needs(frame: Frame, locus: Locus, subject: Subject, why: Explained) -> tuple[str, ...]:
+    if locus.level == "partners":
+        return (f"calls inside the model's copy on ranks {subject.group}: who enters them last is the one",)
+    if why.upstream or why.category is not CauseCategory.SLOW_COMPUTE:
+        return ()
     missing = [n for n in ("data_wait_ms", *UPSTREAM_SERIES) if n not in frame.facts.series]
     return (f"upstream of the slow compute unknown; not recorded: {', '.join(missing)}",) if missing else ()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lanterne.causal import stats
+from lanterne.causal import partners, stats
 from lanterne.causal.frame import Frame
 from lanterne.causal.stats import Bools, Floats, Ints
 
@@ -56,7 +56,7 @@ class Change:
 class Locus:
     """Where the lost time comes from: one rank, one host or one pipeline stage, with what its repair saves."""
 
-    level: str  # rank | host | stage
+    level: str  # rank | host | partners (ranks of one copy of the model that nothing tells apart)
     columns: Ints
     change: Change
     saving_ms: float
@@ -200,9 +200,19 @@ def _fold(frame: Frame, found: list[Change]) -> list[tuple[str, list[Change]]]:
     return out
 
 
+def _partners(frame: Frame, groups: list[tuple[str, list[Change]]]) -> list[tuple[str, list[Change]]]:
+    """Put single ranks together that only their common copy of the model explains."""
+    for alike in partners.groups(frame, [c for _, members in groups for c in members]):
+        if partners.silent(frame, alike):
+            rest = [(level, [c for c in members if c not in alike]) for level, members in groups]
+            groups = [("partners", alike), *((level, members) for level, members in rest if members)]
+    return groups
+
+
 def loci(frame: Frame, found: list[Change]) -> list[Locus]:
     """Peel loci by counterfactual saving: repair the biggest, look again, up to four times."""
-    groups = _fold(frame, found)
+    found, followers = partners.told(frame, found)
+    groups = _partners(frame, _fold(frame, found))
     if not groups:
         return []
     first = min(c.row for c in found)
@@ -215,16 +225,17 @@ def loci(frame: Frame, found: list[Change]) -> list[Locus]:
     whole = x.copy()
     out: list[Locus] = []
     while groups and len(out) < LOCI_MAX:
-        best = max(groups, key=lambda g: _saving(x, rows, g[1])[0])
-        saving, share = _saving(x, rows, best[1])
-        groups.remove(best)
+        held = [[*members, *(f for c in members for f in followers.get(c.column, ()))] for _, members in groups]
+        saved = [_saving(x, rows, members) for members in held]
+        at = max(range(len(groups)), key=lambda i: saved[i][0])
+        (saving, share), best, moved = saved[at], groups.pop(at), held[at]
         columns = np.array([c.column for c in best[1]], np.int64)
         change = max(best[1], key=lambda c: c.shift_ms)
         if best[0] == "host":
             change.row = int(np.median([c.row for c in best[1]]))
-        alone = _saving(whole, rows, best[1])[0] if out else saving
+        alone = _saving(whole, rows, moved)[0] if out else saving
         out.append(Locus(best[0], columns, change, saving, alone < HIDDEN_SHARE * saving, share))
-        for c in best[1]:
+        for c in moved:
             x[:, c.column] = _repaired(x[:, c.column], rows, c)
     return out
 

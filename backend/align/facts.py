@@ -142,6 +142,18 @@ def _places(frame: Frame) -> dict[int, Place]:
     return places
 
 
+def placed(facts: Facts, ranks: Mapping[int, Identity]) -> Facts:
+    """Facts with host, device and mesh as the resource of a rank's data says them, where its own events do not."""
+    places = dict(facts.places)
+    for rank in facts.ranks:
+        who, place = ranks.get(rank), places.get(rank, Place())
+        if who is not None:
+            places[rank] = replace(
+                place, host=place.host or who.host, device=place.device or who.device, mesh=place.mesh or dict(who.mesh)
+            )
+    return replace(facts, places=places)
+
+
 def _events(frame: Frame, clocks: clock.Clocks) -> list[FactEvent]:
     logs = [log for log in frame.logs if log.name not in _QUIET][-EVENTS_MAX:]
     if not logs:

@@ -13,6 +13,7 @@ import numpy as np
 from lanterne.backend.detect.base import (
     LOST_MS,
     Mask,
+    common,
     finding,
     lasting_rise,
     lost_ms,
@@ -30,6 +31,8 @@ WIDTH = 10
 SHARE_CHANGE = 0.15
 SHARE_PEERS = 0.25
 FLOOR_MS = 4.0
+LAST_NEAR = 0.15
+"""Who comes so near to the last one, as a share of its delay, is last too: partners of one copy of the model are."""
 LAST_SHARE = 0.7
 """Share of the risen steps in which the rank must be the last one."""
 NOISE_SIGMAS = 3.0
@@ -73,14 +76,15 @@ def detect(facts: Facts) -> list[Anomaly]:
         return []  # phases without a step time: nothing to measure a share of
     error = _clock_error_ms(facts)
     filled = np.where(np.isfinite(x), x, -np.inf)
-    last = filled == filled.max(axis=1, keepdims=True)
+    latest = filled.max(axis=1, keepdims=True)
+    last = filled >= latest - LAST_NEAR * np.maximum(latest, 0.0)
     found: list[Anomaly] = []
     for r in _candidates(x):
         hit = _changed(facts, rows, x[:, r], step, last[:, r], error, r)
         hit = hit or _always(facts, rows, x, step, last[:, r], error, r)
         if hit is not None:
             found.append(hit)
-    return found or _sporadic(facts, rows, x, step, error)
+    return found or _sporadic(facts, rows, x, step, error) or _by_turns(facts, rows, step, error)
 
 
 def _candidates(x: FloatArray) -> list[int]:
@@ -158,6 +162,31 @@ def _say(
         severity=Severity.P1 if slowdown > 1.1 else Severity.P2, first=since, last=until, score=min(z, 1e6),
         rank=rank, value=level, unit="ms", baseline=baseline, fired_by=fired_by,
     )  # fmt: skip
+
+
+def _by_turns(facts: Facts, rows: np.ndarray, step: FloatArray, error: float) -> list[Anomaly]:
+    """All ranks wait longer than they did, and it is not one rank that they wait for."""
+    x = common(facts, "wait_ms")[rows]
+    usual = float(np.nanpercentile(step, 25))
+    shift = lasting_rise(x, 2 * WIDTH, max(SHARE_CHANGE * usual, FLOOR_MS, 3 * error))
+    if shift is None or shift.z < 2 * NOISE_SIGMAS or shift.last - shift.first + 1 < 2 * WIDTH:
+        return []
+    during = slice(shift.first, shift.last + 1)
+    outside = np.ones(len(x), bool)
+    outside[during] = False
+    normal = float(np.nanmedian(step[outside])) if outside.sum() >= WIDTH else usual
+    longer = float(np.nanmedian(step[during])) - normal
+    if longer < 0.4 * shift.rise or lost_ms(step[during], normal) < LOST_MS:
+        return []
+    since, until = int(facts.steps[rows[shift.first]]), int(facts.steps[rows[shift.last]])
+    says = f"ranks wait {shift.level:.0f} ms a step for whoever is last since step {since}"
+    says += f" ({shift.baseline:.1f} ms before)"
+    return [
+        finding(
+            facts, "straggler", says, severity=Severity.P1, first=since, last=until, score=min(shift.z, 1e6),
+            value=shift.level, unit="ms", baseline=shift.baseline,
+        )
+    ]  # fmt: skip
 
 
 def _sporadic(facts: Facts, rows: np.ndarray, x: FloatArray, step: FloatArray, error: float) -> list[Anomaly]:

@@ -462,11 +462,9 @@ class EventStore:
         self._tell(found)
 
     def _now_ns(self) -> int:
-        """``received_ns`` of the next commit; above all others where rows are shipped by it, though the clock step."""
-        now = self.clock.unix_ns()
-        if self.lake is not None:
-            now = self._newest_ns = max(now, self._newest_ns + 1)
-        return now
+        """``received_ns`` of the next commit, above all others though the clock step back: readers go on from there."""
+        self._newest_ns = max(self.clock.unix_ns(), self._newest_ns + 1)
+        return self._newest_ns
 
     def _refuse(self, order: Order, error: Exception) -> None:
         says = f"rows refused by the event store: {error}"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lanterne import wire
-from lanterne.collector.sim.model import Job
-from lanterne.nouns import AttributeValue, Event, Identity, Kind, Phase
+from lanterne.collector.sim.model import Happening, Job
+from lanterne.nouns import AttributeValue, Event, Identity, Kind, Phase, group_name
 
 START_UNIX_NS = 1_760_000_000_000_000_000
 
@@ -22,6 +22,7 @@ METRICS = {
     "lr_planned": "training.lr_planned",
     "loss_scale": "training.loss_scale",
     "tokens": "training.tokens",
+    "gc_ms": "process.gc.time",
     "rss_bytes": "process.memory.usage",
     "gpu_allocated_bytes": "hw.gpu.memory.usage",
     "gpu_reserved_bytes": "hw.gpu.memory.reserved",
@@ -34,7 +35,11 @@ METRICS = {
     "net_retries": "system.network.retransmits",
     "parameter_checksum": "training.parameter_checksum",
 }
-"""Series of the simulator -> metric names of the wire. Host CPU goes out as a share (UCUM ``1``)."""
+"""Series of the simulator -> metric names of the wire."""
+SCALES = {"host_cpu_percent": 0.01, "gc_ms": 1e-3}
+"""Host CPU goes out as a share (UCUM ``1``), time in seconds."""
+
+SHARD_CALL_NS = 2_000
 
 PHASES = (
     (Phase.DATA_WAIT, "data_wait_ms"),
@@ -78,6 +83,32 @@ def _phases(job: Job, me: _Rank, step: int, at: int) -> Iterator[Event]:
             at += int(ms * 1e6)
 
 
+def _shard_calls(job: Job, me: _Rank, step: int) -> Iterator[Event]:
+    """The calls inside the operations of one pipeline stage, as one a step: who is done waits for the last shard."""
+    c, tp = job.collectives, job.shape.tp
+    if c is None or tp == 1:
+        return
+    done, waited = (
+        int(c.entered_ns[step, 0, me.rank]) - 2 * SHARD_CALL_NS,
+        int(job.series["tp_wait_ms"][step, me.rank] * 1e6),
+    )
+    attributes: dict[str, AttributeValue] = {
+        wire.GROUP: _shards(me.rank, tp),
+        wire.GROUP_SEQUENCE: step,
+        wire.BYTES: c.bytes // 16,
+        wire.DTYPE: "bfloat16",
+    }
+    yield me.make(
+        Kind.COLLECTIVE, "allreduce", done - waited, step, duration_ns=waited + SHARD_CALL_NS, attributes=attributes
+    )
+
+
+def _shards(rank: int, tp: int) -> str:
+    """Name of the tensor-parallel group of a rank."""
+    first = rank - rank % tp
+    return group_name(range(first, first + tp))
+
+
 def _reductions(job: Job, me: _Rank, step: int) -> Iterator[Event]:
     c = job.collectives
     if c is None:
@@ -100,8 +131,9 @@ def _numbers(job: Job, me: _Rank, step: int, at: int) -> Iterator[Event]:
         value = float(job.series[series][step, me.rank])
         if series == "parameter_checksum" and np.isnan(value):
             continue
-        scale = 0.01 if series == "host_cpu_percent" else 1.0
-        yield me.make(Kind.METRIC, name, at, step, value=value * scale, attributes=_device(series, me.rank))
+        yield me.make(
+            Kind.METRIC, name, at, step, value=value * SCALES.get(series, 1.0), attributes=_device(series, me.rank)
+        )
 
 
 def _device(series: str, rank: int) -> dict[str, AttributeValue]:
@@ -128,7 +160,7 @@ def to_events(job: Job) -> Iterator[tuple[Identity, int, list[Event]]]:
         for me in ranks:
             begin = int(job.step_start_ns[step, me.rank])
             length = int(job.series["step_ms"][step, me.rank] * 1e6)
-            batch = [*_phases(job, me, step, begin), *_reductions(job, me, step)]
+            batch = [*_phases(job, me, step, begin), *_shard_calls(job, me, step), *_reductions(job, me, step)]
             batch += _numbers(job, me, step, begin + length)
             batch += _events_of(happenings.pop((step, me.rank), []), me, begin + length)
             batch.append(me.make(Kind.STEP, "step", begin, step, duration_ns=length))
@@ -141,7 +173,25 @@ def to_events(job: Job) -> Iterator[tuple[Identity, int, list[Event]]]:
     for (step, rank), left in sorted(happenings.items()):
         speaker = next((m for m in ranks if m.rank == rank), None)
         if speaker is not None:
-            yield who[rank], step, list(_events_of(left, speaker, end))
+            told = [one for h in left for one in (h, *_open_calls(job, h))]
+            yield who[rank], step, list(_events_of(told, speaker, end))
+
+
+def _open_calls(job: Job, stall: Happening) -> list[Happening]:
+    """The call in which a rank that waits stands: its shards' where the silent one is of them, else its replicas'."""
+    c, tp = job.collectives, job.shape.tp
+    if stall.name != "stall" or not stall.attributes.get("waiting") or c is None:
+        return []
+    silent = {h.rank for h in job.happenings if h.name == "stall" and not h.attributes.get("waiting")}
+    mine = stall.rank - stall.rank % tp
+    held = tp > 1 and any(rank - rank % tp == mine for rank in silent)
+    attributes: dict[str, AttributeValue] = {
+        "op": "allreduce",
+        "group": _shards(stall.rank, tp) if held else c.names[int(c.group[stall.rank])],
+        "group_sequence": stall.step * (1 if held else c.entered_ns.shape[1]),
+        "bytes": c.bytes // 16 if held else c.bytes,
+    }
+    return [Happening(name="collective_pending", rank=stall.rank, step=stall.step, attributes=attributes)]
 
 
 def _events_of(happenings: list[Any], me: _Rank, at: int) -> Iterator[Event]:

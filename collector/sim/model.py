@@ -280,7 +280,7 @@ def run(job: Job) -> Job:
     entered = np.zeros((t_total, buckets, r))
     completed = np.zeros((t_total, buckets, r))
     out = {k: np.zeros((t_total, r)) for k in ("step_ms", "wait_ms", "lateness_ms", "transfer_ms", "busy_ms")}
-    out |= {k: np.zeros((t_total, r)) for k in ("forward_ms", "backward_ms", "gc_ms", "p2p_wait_ms")}
+    out |= {k: np.zeros((t_total, r)) for k in ("forward_ms", "backward_ms", "gc_ms", "p2p_wait_ms", "tp_wait_ms")}
     for t in range(t_total):
         starts[t] = now
         own = {k: v[t] for k, v in job.work.items()}
@@ -320,6 +320,7 @@ def _report(
     wait = last - entered
     out["wait_ms"][t] = wait.sum(0) + pipe_wait + tp_wait
     out["p2p_wait_ms"][t] = pipe_wait
+    out["tp_wait_ms"][t] = tp_wait
     out["lateness_ms"][t] = late.max(0)
     out["transfer_ms"][t] = (completed - last).sum(0)
     out["gc_ms"][t] = own["gc"]

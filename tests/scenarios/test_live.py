@@ -46,6 +46,50 @@ def test_the_fault_is_named(house: House, fault: str, category: str, rank: int |
     assert cause.remedy.says
 
 
+PARALLEL = Shape(dp=4, pp=2, tp=2, steps=130, forward_ms=40, backward_ms=60, jitter=0.05)
+SHARDED = Shape(dp=4, tp=4, steps=130, forward_ms=40, backward_ms=60, jitter=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault", "category", "rank"),
+    [
+        (PARALLEL, "slow_compute", "slow_compute", 5),
+        (PARALLEL, "slow_data", "data_stall", 5),
+        (PARALLEL, "thermal", "thermal_throttle", 5),
+        (PARALLEL, "gc_pause", "gc_pause", 5),
+        (PARALLEL, "sequence_imbalance", "sequence_imbalance", None),
+        (PARALLEL, "hang", "rank_hung", 5),
+        (SHARDED, "slow_compute", "slow_compute", 5),
+        (SHARDED, "slow_backward", "slow_compute", 5),
+        (SHARDED, "hang", "rank_hung", 5),
+    ],
+)
+def test_the_fault_is_named_among_ranks_that_share_a_model(
+    house: House, shape: Shape, fault: str, category: str, rank: int | None
+) -> None:
+    house.play(simulate(shape, ((fault, 5, 60),), seed=3, name="j"), evaluate_every=30)
+    report = house.report("j")
+    assert report.incidents, "nothing was seen"
+    cause = report.incidents[0].causes[0]
+    assert (cause.category.value, cause.subject.rank) == (category, rank), report.verdict
+    assert abs((cause.since_step or 0) - 60) <= 40
+
+
+def test_of_pipeline_stages_that_nothing_tells_apart_the_copy_is_named_as_a_lead(house: House) -> None:
+    house.play(simulate(PARALLEL, (("slow_backward", 5, 60),), seed=3, size=1.6, name="j"), evaluate_every=30)
+    cause = house.report("j").incidents[0].causes[0]
+    assert (cause.category.value, cause.subject.rank) == ("slow_compute", None)
+    assert "5" in str(cause.subject.group)
+    assert cause.confidence < 0.75
+    assert "who enters them last" in " ".join(cause.needs)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_healthy_job_of_shared_models_raises_nothing(house: House, seed: int) -> None:
+    house.play(simulate(PARALLEL, (), seed=seed, distract=True, name="j"), evaluate_every=30)
+    assert house.control.incidents("j") == []
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_healthy_job_raises_nothing(house: House, seed: int) -> None:
     house.play(simulate(SMALL, (), seed=seed, distract=True, name="j"), evaluate_every=10)

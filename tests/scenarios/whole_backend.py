@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from lanterne import wire
@@ -16,7 +15,7 @@ from lanterne.backend.store.events import EventStore
 from lanterne.clock import SimulatedClock
 from lanterne.collector.sim.events import START_UNIX_NS, to_events
 from lanterne.collector.sim.model import Job
-from lanterne.nouns import Event, Identity, Kind, Report
+from lanterne.nouns import Event, Identity, Report
 from lanterne.settings import ServerSettings
 
 
@@ -48,36 +47,16 @@ class House:
     def play(self, job: Job, *, evaluate_every: int = 0, settle_s: float = 1.0) -> None:
         """Send a simulated job step by step; evaluate every so many steps, as the runner would."""
         pending: dict[int, tuple[Identity, list[Event]]] = {}
-        last: dict[int, tuple[Identity, Event]] = {}
         sent = 0
         for identity, step, events in to_events(job):
             pending.setdefault(identity.rank, (identity, []))[1].extend(events)
-            last[identity.rank] = (identity, events[-1]) if events else last[identity.rank]
             if evaluate_every and step >= sent + evaluate_every and identity.rank == 0:
                 sent = step
                 self._flush(pending)
                 self.runner.evaluate(job.name, 0)
         self._flush(pending)
-        self._report_pending(job, last)
         self.clock.advance(int(settle_s * 1e9))
         self.runner.evaluate(job.name, 0)
-
-    def _report_pending(self, job: Job, last: dict[int, tuple[Identity, Event]]) -> None:
-        """What the shipper adds to a stall: the call that each waiting rank has entered and not completed."""
-        waiting = {h.rank for h in job.happenings if h.name == "stall" and h.attributes.get("waiting")}
-        calls = job.collectives
-        for rank in sorted(waiting if calls is not None else ()):
-            assert calls is not None
-            identity, event = last[rank]
-            attributes = {
-                "op": "allreduce", "group": calls.names[int(calls.group[rank])], "bytes": calls.bytes,
-                "group_sequence": len(calls.entered_ns) * calls.entered_ns.shape[1], "entered_ns": event.unix_ns,
-            }  # fmt: skip
-            told = replace(
-                event, kind=Kind.EVENT, name="collective_pending", sequence=event.sequence + 1,
-                lamport=event.lamport + 1, duration_ns=0, value=None, body="", attributes=attributes,
-            )  # fmt: skip
-            self.send(identity, [told])
 
     def _flush(self, pending: dict[int, tuple[Identity, list[Event]]]) -> None:
         latest = 0
