@@ -45,7 +45,7 @@ def groups(frame: Frame, found: Sequence[Change]) -> list[list[Change]]:
 
 
 def told(frame: Frame, found: Sequence[Change]) -> tuple[list[Change], dict[int, list[Change]]]:
-    """The changes without those of partners that wait; and by column of the rank that made them late, whom it held up."""
+    """The changes less those of partners that wait; and by column of the rank that made them late, whom it held up."""
     followers: dict[int, list[Change]] = {}
     for members in groups(frame, found):
         shown = np.array([excess(frame, c) for c in members])
