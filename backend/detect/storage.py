@@ -45,7 +45,26 @@ def stalled(facts: Facts) -> list[Anomaly]:
             slow = slow and longest[i] > FIRST_STEPS * usual_step
         if slow:
             return [_stall(facts, int(t), float(longest[i]), usual)]
-    return []
+    return [found for t in rows if (found := _one_alone(facts, int(t))) is not None][:1]
+
+
+def _one_alone(facts: Facts, t: int) -> Anomaly | None:
+    """All ranks save and one takes far longer than the rest; the first rank may, it also writes what is common."""
+    cost = np.nan_to_num(facts.get("checkpoint_ms")[t])
+    slowest = int(cost.argmax())
+    rest = np.delete(cost, slowest)
+    if len(rest) < 2 or slowest == 0 or not rest.all():
+        return None
+    usual = float(np.median(rest))
+    if cost[slowest] < max(STALL_FACTOR * float(rest.max()), usual + STALL_FLOOR_MS):
+        return None
+    step, rank = int(facts.steps[t]), facts.ranks[slowest]
+    return finding(
+        facts, "checkpoint_stall",
+        f"rank {rank} took {cost[slowest] / 1e3:.1f} s for the checkpoint of step {step}, others {usual / 1e3:.2f} s",
+        severity=Severity.P1, first=step, last=step, score=cost[slowest] / max(usual, 1.0), rank=rank,
+        value=float(cost[slowest]), unit="ms", baseline=usual, fired_by="peers",
+    )  # fmt: skip
 
 
 def _holder(facts: Facts, t: int) -> int | None:
