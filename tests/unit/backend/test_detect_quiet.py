@@ -31,6 +31,19 @@ def test_a_ten_minute_checkpoint_of_the_usual_length_is_quiet() -> None:
     assert detect.run(facts(found)) == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "others", "kinds"),
+    [(2, 900.0, ["checkpoint_stall"]), (0, 900.0, []), (2, 0.0, []), (2, 9_000.0, [])],
+)
+def test_one_rank_that_saves_far_longer_than_all_others_is_told(rank: int, others: float, kinds: list[str]) -> None:
+    found = series(300, step_ms=300.0)
+    found["checkpoint_ms"] = np.zeros((300, 4))
+    found["checkpoint_ms"][49::50] = others
+    found["checkpoint_ms"][49::50, rank] = 12_900.0
+    found["step_ms"][49::50] += 12_900.0
+    assert [(a.kind, a.subject.rank) for a in detect.run(facts(found))] == [(kind, 2) for kind in kinds]
+
+
 @pytest.mark.parametrize(("steps", "kinds"), [(30, []), (100, ["straggler"])])
 def test_a_slowness_that_cost_less_than_half_a_second_is_a_hiccup(steps: int, kinds: list[str]) -> None:
     found = series(step_ms=3.0)
