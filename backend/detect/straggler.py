@@ -13,7 +13,6 @@ import numpy as np
 from lanterne.backend.detect.base import (
     LOST_MS,
     Mask,
-    common,
     finding,
     lasting_rise,
     lost_ms,
@@ -166,9 +165,12 @@ def _say(
 
 def _by_turns(facts: Facts, rows: np.ndarray, step: FloatArray, error: float) -> list[Anomaly]:
     """All ranks wait longer than they did, and it is not one rank that they wait for."""
-    x = common(facts, "wait_ms")[rows]
     usual = float(np.nanpercentile(step, 25))
-    shift = lasting_rise(x, 2 * WIDTH, max(SHARE_CHANGE * usual, FLOOR_MS, 3 * error))
+    bar = max(SHARE_CHANGE * usual, FLOOR_MS, 3 * error)
+    if "wait_ms" not in facts.series or lasting_rise(step, 2 * WIDTH, 0.4 * bar) is None:
+        return []
+    x = np.percentile(np.nan_to_num(facts.series["wait_ms"][rows]), 75, axis=1)  # half of the ranks may be late
+    shift = lasting_rise(x, 2 * WIDTH, bar)
     if shift is None or shift.z < 2 * NOISE_SIGMAS or shift.last - shift.first + 1 < 2 * WIDTH:
         return []
     during = slice(shift.first, shift.last + 1)
