@@ -45,7 +45,7 @@ def stalled(facts: Facts) -> list[Anomaly]:
             slow = slow and longest[i] > FIRST_STEPS * usual_step
         if slow:
             return [_stall(facts, int(t), float(longest[i]), usual)]
-    return [found for t in rows if (found := _one_alone(facts, int(t))) is not None][:1]
+    return [alone for t in rows if (alone := _one_alone(facts, int(t))) is not None][:1]
 
 
 def _one_alone(facts: Facts, t: int) -> Anomaly | None:
