@@ -85,7 +85,8 @@ _WAITS = (
     + """
 SELECT job, 0, '0-' || ($ranks - 1), step * 2 + c.n, step, rank::INTEGER, 'all_reduce', 25000000,
   CASE WHEN guilty AND c.n = 0 THEN late / 1e6 ELSE noise / 4e6 END,
-  CASE WHEN guilty THEN 0 ELSE (c.n = 0)::INTEGER * late / 1e6 + (2000000 - noise) / 4e6 END, 1.0 + noise / 1e8, 0.02
+  CASE WHEN guilty THEN 0 ELSE (c.n = 0)::INTEGER * late / 1e6 + (2000000 - noise) / 4e6 END, 1.0 + noise / 1e8, 0.02,
+  t0 + 1000000000
 FROM grid, (VALUES (0), (1)) c(n)
 """
 )
@@ -94,13 +95,13 @@ _ROLL_UPS = (
     + _GRID
     + """
 SELECT job, 0, m.name, rank::INTEGER, step, t0, m.base + noise / m.scale
-  + CASE WHEN m.name = 'step_ms' OR guilty AND m.name = 'backward_ms' THEN late / 1e6 ELSE 0 END
+  + CASE WHEN m.name = 'step_ms' OR guilty AND m.name = 'backward_ms' THEN late / 1e6 ELSE 0 END, t0 + 1000000000
 FROM grid, (VALUES ('step_ms', 97.0, 1e6), ('data_wait_ms', 2.0, 2e6), ('forward_ms', 33.0, 2e6),
   ('backward_ms', 50.0, 2e6), ('optimizer_ms', 3.0, 2e6)) m(name, base, scale)
 ORDER BY step, rank""",
     """INSERT INTO rank_steps
 SELECT job, attempt, unnest(['lateness_ms', 'wait_ms', 'transfer_ms']), rank, step, 0,
-  unnest([max(lateness_ms), sum(wait_ms), sum(transfer_ms)])
+  unnest([max(lateness_ms), sum(wait_ms), sum(transfer_ms)]), max(received_ns)
 FROM waits WHERE job = $job AND step >= $first AND step < $last GROUP BY job, attempt, rank, step""",
 )
 _TABLES = (_SPANS, _POINTS, _LOGS, _WAITS)
