@@ -103,6 +103,8 @@ def _with_compiler(compiler: str, out: Path, tests: bool) -> None:
 def build(*, tests: bool = False, device: bool = True) -> BuildResult:
     """Compile, or find the build of the same sources; never raises for a missing tool or a failed build.
 
+    A build that does not load any more (a full disk, a cut copy) is made anew.
+
     ``tests`` adds the stand-in drivers; ``device`` compiles the CUDA kernels where nvcc is found.
     """
     compiler, cmake, nvcc = _compiler(), shutil.which("cmake") or "", find_nvcc()
@@ -118,10 +120,11 @@ def build(*, tests: bool = False, device: bool = True) -> BuildResult:
         return result
     target = target_folder(tests=tests, device=device)
     result.library = str(target / LIBRARY)
-    if Path(result.library).exists():
+    if Path(result.library).exists() and _loads(target):
         result.built = result.cached = True
         return result
     try:
+        shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             out = Path(scratch) / "out"
@@ -137,6 +140,13 @@ def build(*, tests: bool = False, device: bool = True) -> BuildResult:
         return result
     result.built = True
     return result
+
+
+def _loads(target: Path) -> bool:
+    """Do the libraries load? Asked in a child: a damaged one may take its process down."""
+    libraries = [str(target / library) for library, _ in _PLAIN]
+    code = "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]"
+    return subprocess.run([sys.executable, "-c", code, *libraries], capture_output=True, check=False).returncode == 0
 
 
 def _publish(out: Path, target: Path) -> None:

@@ -13,7 +13,9 @@ def main(library: str) -> int:
     try:
         probe = Probe(library)
     except OSError as error:
-        sys.stdout.write(json.dumps({"status": "error", "collecting": False, "reason": f"{library}: {error}"}) + "\n")
+        sys.stdout.write(
+            json.dumps({"status": "error", "collecting": False, "reason": f"{error}; run: lanterne probe build"}) + "\n"
+        )
         return 0
     status = probe.open(Kinds.KERNELS)
     answer = {

@@ -50,3 +50,15 @@ def test_no_invalid_memory_access_and_no_leak(built: Path) -> None:
     assert f"0 tests failed out of {len(NAMES)}" in done.stdout
     for log in (built / "Testing" / "Temporary").glob("MemoryChecker.*.log"):
         assert "definitely lost" not in log.read_text(encoding="utf-8"), log
+
+
+@pytest.mark.slow
+def test_a_build_that_was_cut_short_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = builder.build(device=False)
+    assert first.built, first.reason
+    assert builder.build(device=False).cached
+    Path(first.library).write_bytes(b"\x7fELF")
+    again = builder.build(device=False)
+    assert (again.built, again.cached) == (True, False)
+    assert Path(again.library).stat().st_size > 1000
